@@ -20,7 +20,7 @@ class HostEntry:
 
     `docker` is `unix:///path/docker.sock` or `ssh://user@host:port`; `process` runs the rank as a local process group.
     `address` is the fabric address that the other ranks reach, `interface` and `rdma` name the fabric's devices,
-    `model` and `cache` are folders on that host, `bundle` is a folder that stands for the image of a process rank,
+    `model` and `cache` are folders on that host, `manifest` is the runtime manifest's file there, `bundle` is a folder that stands for the image of a process rank,
     `env` is the environment that may differ from the other ranks.
     """
 
@@ -32,6 +32,7 @@ class HostEntry:
     rdma: str = ""
     model: str = ""
     cache: str = ""
+    manifest: str = ""
     bundle: str = ""
     env: tuple[tuple[str, str], ...] = ()
 
@@ -238,6 +239,7 @@ _HOST_KEYS = {
     "rdma": str,
     "model": str,
     "cache": str,
+    "manifest": str,
     "bundle": str,
     "env": dict,
 }

@@ -1,0 +1,88 @@
+"""From rows to the answer of the whole run: accepted, publishable, and why not. Pure, standard library alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BAD = ("FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run says. `accepted` is None where it has no meaning: rehearsal, subset, foreign endpoint."""
+
+    accepted: bool | None
+    met: bool
+    subset: bool
+    publishable: bool
+    reasons: tuple[str, ...]
+    counts: Mapping[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "accepted": self.accepted,
+            "requirements_met": self.met,
+            "subset": self.subset,
+            "publishable": self.publishable,
+            "reasons": list(self.reasons),
+            "counts": dict(self.counts),
+        }
+
+
+def outcome(
+    rows: Iterable[Mapping[str, Any]],
+    required: Mapping[str, Sequence[str]],
+    *,
+    selected: Mapping[str, frozenset[str]],
+    rehearsal: bool,
+    against_publishing: Sequence[str],
+    interrupted: bool,
+    foreign: bool = False,
+) -> Outcome:
+    """Judge the run.
+
+    `required` are the checks that the recipe requires of each profile of this run, `selected` those that were collected
+    for it. A required check that was not selected makes the run a subset; one that was selected and is not PASS exactly
+    once makes it not accepted.
+    """
+    rows = list(rows)
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        verdicts.setdefault((row["profile"], row["check"]), []).append(row["verdict"])
+    missing = [(mark, check) for mark, checks in required.items() for check in checks if check not in selected.get(mark, ())]
+    unmet = [
+        f"{mark}: {check} is {' and '.join(verdicts.get((mark, check), ['missing']))}"
+        for mark, checks in required.items()
+        for check in checks
+        if (mark, check) not in missing and set(verdicts.get((mark, check), [])) != {"PASS"}
+    ]
+    reasons = [*unmet, *_no_requirement(required), *(f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD)]
+    met = not unmet and not missing and bool(required) and all(required.values()) and not interrupted
+    subset = bool(missing)
+    accepted = None if rehearsal or subset or foreign else met
+    notes = _notes(rehearsal, subset, interrupted, foreign)
+    return Outcome(
+        accepted=accepted,
+        met=met,
+        subset=subset,
+        publishable=accepted is True and not reasons and not against_publishing,
+        reasons=tuple(dict.fromkeys([*notes, *reasons, *against_publishing])),
+        counts=dict(Counter(row["verdict"] for row in rows)),
+    )
+
+
+def _no_requirement(required: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{mark}: the recipe requires nothing of this profile" for mark, checks in required.items() if not checks]
+
+
+def _notes(rehearsal: bool, subset: bool, interrupted: bool, foreign: bool) -> list[str]:
+    notes = {
+        "a rehearsal proves the harness and never an engine": rehearsal,
+        "subset: not an acceptance": subset,
+        "the run was interrupted": interrupted,
+        "nothing proves what answered at --dspark-endpoint": foreign,
+    }
+    return [text for text, true in notes.items() if true]

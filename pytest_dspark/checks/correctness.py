@@ -1,0 +1,150 @@
+"""A first look at whether the engine is right: arithmetic, JSON, a tool call, a short retrieval.
+
+The questions and the floor come from the recipe (`[checks.correctness]`): what a model was measured to do is true of the
+model, not of this code. Each answer is stored as it came, so that the judge can be run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_dspark.answers import judge_code, judge_exact, judge_json
+from pytest_dspark.checks import Check
+from pytest_dspark.endpoint import Endpoint, Reply
+from pytest_dspark.gate import canary_prompt, judge_tool, weather_tool
+from pytest_dspark.recipe import Canary
+from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+
+def answer(reply: Reply) -> dict[str, Any]:
+    """A reply as data: what a judge and a reader need, and no more."""
+    usage = reply.usage
+    return {
+        "text": reply.text,
+        "reasoning": reply.reasoning,
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls],
+        "finish_reason": reply.finish_reason,
+        "prompt_tokens": usage.prompt_tokens if usage else None,
+        "completion_tokens": usage.completion_tokens if usage else None,
+        "usage_missing": reply.usage_missing,
+        "prompt_sha256": reply.prompt_sha256,
+    }
+
+
+def _ask(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: Any) -> dict[str, Any]:
+    reply = endpoint.chat(
+        [{"role": "user", "content": prompt}],
+        max_tokens=settings["max_tokens"],
+        thinking=settings.get("thinking"),
+        deadline_s=settings["deadline_s"],
+        **extra,
+    )
+    return answer(reply)
+
+
+def _token_limit(reply: Mapping[str, Any]) -> Verdict | None:
+    """The budget ended before there was an answer: apart from wrong, and apart from infrastructure."""
+    if reply["finish_reason"] == "length":
+        return Verdict(Status.TOKEN_LIMIT, "TOKEN_LIMIT", f"the budget ended after {reply['completion_tokens']} tokens, before the answer was finished")
+    return None
+
+
+def _verdict(ok: bool, code: str, message: str) -> Verdict:
+    return PASS if ok else Verdict(Status.FAIL, code or "WRONG_ANSWER", message)
+
+
+# --- arithmetic
+
+
+def measure_arithmetic(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+    """Every question of the recipe, one after the other."""
+    cases = [{**case, "reply": _ask(endpoint, settings, case["prompt"])} for case in settings["arithmetic"]]
+    return Finding("correctness.arithmetic", {"cases": cases})
+
+
+def judge_arithmetic(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
+    """PASS if at least `arithmetic_floor` answers are the expected number (the recipe's measured floor)."""
+    cases, floor = finding.data["cases"], limits["arithmetic_floor"]
+    if floor < 1 or floor > len(cases):
+        return Verdict(Status.ERROR, "RECIPE_INVALID", f"arithmetic_floor is {floor}, expected 1 to {len(cases)}")
+    cut = [limit for case in cases if (limit := _token_limit(case["reply"]))]
+    results = [judge_exact(case["reply"]["text"], case["reply"]["reasoning"], case["expect"]) for case in cases]
+    right = sum(result.ok for result in results)
+    if right >= floor:
+        return PASS
+    if cut and right + len(cut) >= floor:
+        return cut[0]
+    wrong = next(f"{case['prompt']!r}: {result.message}" for case, result in zip(cases, results, strict=True) if not result.ok)
+    return Verdict(Status.FAIL, "WRONG_ANSWER", f"{right} of {len(cases)} right, expected at least {floor}; first wrong: {wrong}")
+
+
+# --- JSON
+
+
+def measure_json(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+    """One object asked for in words, with the server's JSON mode on."""
+    wanted = settings["json_expect"]
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "integer"} for key in wanted},
+        "required": sorted(wanted),
+        "additionalProperties": False,
+    }
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    reply = _ask(endpoint, settings, settings["json_prompt"], response_format=response_format)
+    return Finding("correctness.json", {"expect": dict(wanted), "reply": reply})
+
+
+def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+    reply = finding.data["reply"]
+    result = judge_json(reply["text"], reply["reasoning"], finding.data["expect"])
+    return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
+
+
+# --- tool call
+
+
+def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+    """One forced call of one tool, streamed, so that its arguments must be put together again."""
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    reply = _ask(endpoint, settings, settings["tool_prompt"], tools=[weather_tool("get_weather")], tool_choice=choice, stream=True)
+    return Finding("correctness.tool", {"tool": "get_weather", "expect": {"city": settings["tool_city"]}, "reply": reply})
+
+
+def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+    reply = finding.data["reply"]
+    calls = [(call["name"], call["arguments"]) for call in reply["tool_calls"]]
+    ok, message = judge_tool(calls, finding.data["tool"], finding.data["expect"])
+    return PASS if ok else _token_limit(reply) or _verdict(False, "WRONG_ANSWER", message)
+
+
+# --- retrieval
+
+
+def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+    """A code in the middle of filler, asked for at the end."""
+    code = settings["retrieval_code"]
+    canary = Canary(
+        name="retrieval",
+        kind="code",
+        prompt="What is the secret code in the text above? Reply with only the code.",
+        needle=f"The secret code is {code}.",
+        expect=code,
+        filler=settings["retrieval_filler"],
+    )
+    return Finding("correctness.retrieval", {"expect": code, "reply": _ask(endpoint, settings, canary_prompt(canary))})
+
+
+def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+    reply = finding.data["reply"]
+    result = judge_code(reply["text"], reply["reasoning"], finding.data["expect"])
+    return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
+
+
+CHECKS = {
+    "arithmetic": Check(measure_arithmetic, judge_arithmetic),
+    "json": Check(measure_json, judge_json_answer),
+    "tool": Check(measure_tool, judge_tool_call),
+    "retrieval": Check(measure_retrieval, judge_retrieval),
+}

@@ -1,0 +1,30 @@
+"""After the last check: is every host as it was before, with no rank, no process and no port left?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_dspark.checks import Check
+from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+
+def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:  # noqa: ARG001
+    finding: Finding = stage.teardown_finding(mark)
+    return finding
+
+
+def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+    """PASS only if something was stopped and nothing is left; a kept engine is NOT_IMPLEMENTED, never a pass."""
+    if finding.data["kept"]:
+        return Verdict(Status.NOT_IMPLEMENTED, "NOT_IMPLEMENTED", "kept: the engine was left running as asked")
+    result = finding.data["result"]
+    if not finding.data["launched"] or not result:
+        return Verdict(Status.BLOCKED, "BLOCKED", "nothing was launched, so nothing could be stopped")
+    left = [f"{item['host']}: {item['name']} {item['id']} ({item['status']})" for item in result["left_behind"]]
+    left += [f"{item['host']}: port {item['port']} held by {item['owner']}" for item in result["ports_taken"]]
+    left += result["problems"]
+    return Verdict(Status.ERROR, "LEFT_BEHIND", "; ".join(left)) if left else PASS
+
+
+CHECKS = {"": Check(measure, judge, "stage")}

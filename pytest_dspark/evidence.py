@@ -1,0 +1,165 @@
+"""The run folder and its rows: written at once, flushed to disk, valid at every moment.
+
+A run folder lies outside every git work tree, with mode 0700 and files of mode 0600. It is marked incomplete from its
+birth until the run has ended in order, so that what a SIGKILL leaves behind says so itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pytest_dspark.errors import ConfigError
+from pytest_dspark.verdict import Finding, Verdict
+
+ROW_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run's evidence. Safe to use from several processes: each line is one locked, fsynced append."""
+
+    path: Path
+    run_id: str
+
+    @property
+    def rows(self) -> Path:
+        return self.path / "rows.jsonl"
+
+    def profile(self, mark: str) -> Path:
+        """The folder of one profile: plan.json, runtime-gate.json and a log a rank."""
+        folder = self.path / mark
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def write(self, name: str, data: Mapping[str, Any]) -> Path:
+        """Write a JSON file whole or not at all."""
+        return write_whole(self.path / name, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append one row and bring it to the disk before returning."""
+        line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        handle = os.open(self.rows, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            os.write(handle, line)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The rows that were written whole; a torn last line (power cut) is left out."""
+        if not self.rows.exists():
+            return
+        for line in self.rows.read_bytes().split(b"\n"):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file of mode 0600 by rename, so that a reader sees the old or the new one and never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def default_root() -> Path:
+    """Where runs are kept unless told otherwise: the user's data folder."""
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(base) / "pytest-dspark"
+
+
+def work_tree(path: Path) -> Path | None:
+    """The git work tree that holds the path, if any."""
+    here = path.resolve()
+    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
+
+
+def new_run(root: Path, *, now: datetime | None = None) -> RunFolder:
+    """Create a run folder, exclusively. Raises USAGE if it would lie inside a git work tree or cannot be created."""
+    tree = work_tree(root)
+    if tree:
+        raise ConfigError("USAGE", f"--dspark-out {root}: evidence must lie outside git work trees, this one is inside {tree}")
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+    run_id = f"{stamp}-{secrets.token_hex(4)}"
+    path = root / "runs" / run_id
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError("USAGE", f"--dspark-out {root}: {error}") from error
+    run = RunFolder(path, run_id)
+    run.write("run.json", {"schema": 1, "run": run_id, "status": "incomplete", "started": utc_now()})
+    return run
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What every row of one test case says of where it belongs."""
+
+    run: str
+    nodeid: str
+    check: str
+    lane: str
+    profile: str
+    recipe: str
+    fingerprint: str
+
+
+def row(case: Case, verdict: Verdict, finding: Finding | None, *, started: str, elapsed_s: float, attempt: int = 1) -> dict[str, Any]:
+    """One row of rows.jsonl. `finding` is null when nothing could be measured; the code and message say why."""
+    return {
+        "schema": ROW_SCHEMA,
+        "run": case.run,
+        "check": case.check,
+        "lane": case.lane,
+        "profile": case.profile,
+        "recipe": case.recipe,
+        "fingerprint": case.fingerprint,
+        "nodeid": case.nodeid,
+        "verdict": str(verdict.status),
+        "code": verdict.code or None,
+        "message": verdict.message,
+        "finding": dict(finding.data) if finding else None,
+        "started": started,
+        "elapsed_s": round(elapsed_s, 6),
+        "attempt": attempt,
+        "written_by": os.environ.get("PYTEST_XDIST_WORKER", "controller"),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """A wall stamp for reading and a monotonic start for measuring."""
+
+    wall: str
+    start: float
+
+    @classmethod
+    def started(cls) -> Stopwatch:
+        return cls(utc_now(), time.monotonic())
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.start

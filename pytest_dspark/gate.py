@@ -1,0 +1,606 @@
+"""The gate: what must be true of a running engine before any check may ask it anything.
+
+Everything the gate finds is a list of comparisons (what, rank, expected, found, relation). `hold` judges one of them and
+nothing else does, so that a stored gate can be judged again. What a rank cannot print is listed as not observable with
+the reason; a requirement for which nothing at all could be compared is never a pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_dspark.answers import judge_code, judge_exact, judge_json
+from pytest_dspark.cluster import ImageFacts, RankFacts
+from pytest_dspark.endpoint import Endpoint, Reply
+from pytest_dspark.errors import DsparkError
+from pytest_dspark.logs import RankLog, read_log, search
+from pytest_dspark.plan import Plan, meets
+from pytest_dspark.recipe import Canary, Marker
+from pytest_dspark.sanitize import is_secret_key, mask_argv
+from pytest_dspark.verdict import Finding, Status, Verdict
+
+REQUIREMENTS = (
+    "image",
+    "labels",
+    "argv",
+    "symmetry",
+    "environment",
+    "restarts",
+    "mounts",
+    "model",
+    "compilation",
+    "markers",
+    "forbidden",
+    "canaries",
+)
+RANK_FLAGS = {"--node-rank": 1, "--headless": 0, "--host": 1, "--port": 1}
+OWN_ENV = ("HOSTNAME", "PWD", "SHLVL", "OLDPWD", "_", "DSPARK_")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One thing that was expected of one rank (or of the API: rank None) and what was found."""
+
+    what: str
+    rank: int | None
+    expected: Any
+    found: Any
+    relation: str = "equal"
+    fault: str = "engine"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "rank": self.rank,
+            "expected": self.expected,
+            "found": self.found,
+            "relation": self.relation,
+            "fault": self.fault,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Everything that was read of one running rank."""
+
+    number: int
+    host: str
+    facts: RankFacts
+    image: ImageFacts
+    log_text: str
+    manifest_sha256: str | None = None
+    process: bool = False
+
+    @property
+    def log(self) -> RankLog:
+        return read_log(self.log_text)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(entry.partition("=")[::2] for entry in self.facts.environment)
+
+
+@dataclass(slots=True)
+class Sheet:
+    """The comparisons of one requirement while they are collected."""
+
+    comparisons: list[Comparison] = field(default_factory=list)
+    not_observable: list[str] = field(default_factory=list)
+
+    def add(self, what: str, rank: int | None, expected: Any, found: Any, relation: str = "equal", fault: str = "engine") -> None:
+        self.comparisons.append(Comparison(what, rank, expected, found, relation, fault))
+
+    def data(self) -> dict[str, Any]:
+        return {"comparisons": [c.as_json() for c in self.comparisons], "not_observable": list(self.not_observable)}
+
+
+def hold(comparison: Mapping[str, Any]) -> bool:
+    """Whether what was found is what was expected. An unknown relation never holds."""
+    expected, found = comparison["expected"], comparison["found"]
+    relation = comparison["relation"]
+    if relation == "equal":
+        return bool(expected == found)
+    if relation == "present":
+        return bool(found)
+    if relation == "absent":
+        return not found
+    if relation == "superset":
+        return isinstance(found, Mapping) and all(key in found and found[key] == value for key, value in expected.items())
+    return False
+
+
+def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+    """PASS when every comparison holds and there is at least one; FAIL when the model answered a canary wrongly."""
+    comparisons = finding.data["comparisons"]
+    broken = [comparison for comparison in comparisons if not hold(comparison)]
+    if broken:
+        model = all(comparison["fault"] == "model" for comparison in broken)
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        return Verdict(
+            Status.FAIL if model else Status.ERROR, "WRONG_ANSWER" if model else "GATE_FAILED", sentence(broken[0]) + more
+        )
+    if not comparisons:
+        reasons = "; ".join(finding.data["not_observable"]) or "nothing was compared"
+        return Verdict(Status.NOT_IMPLEMENTED, "NOT_IMPLEMENTED", f"not observable: {reasons}")
+    return Verdict(Status.PASS, "", "; ".join(f"not observable: {reason}" for reason in finding.data["not_observable"]))
+
+
+def sentence(comparison: Mapping[str, Any]) -> str:
+    """One broken comparison in words."""
+    who = "API" if comparison["rank"] is None else f"rank {comparison['rank']}"
+    expected, found = _short(comparison["expected"]), _short(comparison["found"])
+    if comparison["relation"] == "absent":
+        return f"{who}: {comparison['what']}: must not be there, found {found}"
+    if comparison["relation"] == "present":
+        return f"{who}: {comparison['what']}: expected {expected}, found nothing"
+    return f"{who}: {comparison['what']}: expected {expected}, found {found}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 300 else f"{text[:300]}… ({len(text)} characters)"
+
+
+def serve_argv(path: str, args: Sequence[str]) -> tuple[str, ...]:
+    """The tokens from `serve` on, of a container started with an argv list or with `bash -lc "<script>"`.
+
+    Empty if there is no `serve`: an empty argv is never equal to a planned one.
+    """
+    tokens = [path, *args]
+    for index, token in enumerate(tokens[:-1]):
+        if token.rsplit("/", 1)[-1] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", tokens[index + 1]):
+            tokens = _script_tokens(tokens[index + 2 :])
+            break
+    return tuple(tokens[tokens.index("serve") :]) if "serve" in tokens else ()
+
+
+def _script_tokens(rest: Sequence[str]) -> list[str]:
+    """The words of a shell script, its line continuations dropped and `"$@"` replaced by the arguments after $0."""
+    if not rest:
+        return []
+    try:
+        words = shlex.split(rest[0].replace("\\\n", " "), comments=True)
+    except ValueError:
+        return []
+    result: list[str] = []
+    for word in words:
+        result += list(rest[2:]) if word == "$@" else [word]
+    return result
+
+
+def without_rank(argv: Sequence[str]) -> tuple[str, ...]:
+    """The argv without what may differ between ranks: rank, headless, address and port of the API."""
+    result: list[str] = []
+    skip = 0
+    for token in argv:
+        if skip:
+            skip -= 1
+        elif token in RANK_FLAGS:
+            skip = RANK_FLAGS[token]
+        else:
+            result.append(token)
+    return tuple(result)
+
+
+def _image(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    pins = plan.recipe.pins
+    for rank in ranks:
+        if not rank.image.image_id:
+            sheet.not_observable.append(f"rank {rank.number} runs from no image (a process without a bundle)")
+            continue
+        sheet.add("image id kind", rank.number, pins.id_kind, rank.image.id_kind)
+        if pins.image_id:
+            sheet.add(f"image id ({rank.image.id_kind} digest)", rank.number, pins.image_id, rank.image.image_id)
+        if pins.architecture:
+            sheet.add("architecture", rank.number, pins.architecture, rank.image.architecture)
+        sheet.add("image id equal to rank 0", rank.number, ranks[0].image.image_id, rank.image.image_id)
+        sheet.add("running image is the image looked at", rank.number, rank.image.image_id, rank.facts.image_id)
+
+
+def _labels(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    wanted = {key: value for key, value in plan.recipe.labels if value}
+    if not wanted:
+        sheet.not_observable.append("the recipe pins no label")
+    for rank in ranks:
+        for key, value in wanted.items():
+            sheet.add(f"label {key}", rank.number, value, rank.image.labels.get(key))
+
+
+def _argv(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    for rank, spec in zip(ranks, plan.specs, strict=True):
+        planned = mask_argv(spec.argv[spec.argv.index("serve") :]) if "serve" in spec.argv else ()
+        found = mask_argv(serve_argv(rank.facts.path, rank.facts.args))
+        sheet.add("command line", rank.number, list(planned), list(found))
+        sheet.add("command line is not empty", rank.number, "vllm serve …", list(found), "present")
+
+
+def _symmetry(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    first = ranks[0]
+    for rank in ranks[1:]:
+        mine = mask_argv(without_rank(serve_argv(first.facts.path, first.facts.args)))
+        theirs = mask_argv(without_rank(serve_argv(rank.facts.path, rank.facts.args)))
+        sheet.add("command line equal to rank 0 but for rank, headless and addresses", rank.number, list(mine), list(theirs))
+        sheet.add("environment equal to rank 0 but for declared keys", rank.number, {}, _differences(plan, first, rank))
+        sheet.add("image equal to rank 0", rank.number, first.facts.image_id, rank.facts.image_id)
+    if len(ranks) == 1:
+        sheet.not_observable.append("one rank has no peer")
+
+
+def _differences(plan: Plan, first: Rank, rank: Rank) -> dict[str, Any]:
+    """Environment keys that differ although neither recipe nor cluster file says they may; secret values masked."""
+    a, b = first.environment, rank.environment
+    keys = sorted(key for key in a.keys() | b.keys() if key not in plan.rank_env and not key.startswith(OWN_ENV))
+    return {key: [_masked(key, a.get(key)), _masked(key, b.get(key))] for key in keys if a.get(key) != b.get(key)}
+
+
+def _masked(key: str, value: str | None) -> str | None:
+    return "***" if value is not None and is_secret_key(key) else value
+
+
+def _environment(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    for rank, spec in zip(ranks, plan.specs, strict=True):
+        entries = [entry.partition("=") for entry in rank.facts.environment]
+        for key, value in spec.env:
+            found = [text for name, _, text in entries if name == key]
+            secret = key in spec.secrets
+            same = found == [value]
+            sheet.add(f"PID 1 environment {key}", rank.number, ["***"] if secret else [value], (["***"] if same else ["*** (differs)"]) if secret else found)
+        for key in plan.recipe.env_absent:
+            sheet.add(f"PID 1 environment {key}", rank.number, None, [text for name, _, text in entries if name == key], "absent")
+
+
+def _restarts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    for rank in ranks:
+        sheet.add("restart count", rank.number, 0, rank.facts.restart_count)
+        sheet.add("restart policy", rank.number, "no", rank.facts.restart_policy or "no")
+
+
+def _mounts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    pins = plan.recipe.pins
+    for rank, spec in zip(ranks, plan.specs, strict=True):
+        if rank.process:
+            sheet.not_observable.append(f"rank {rank.number} is a process and has no mounts")
+            continue
+        for mount in spec.mounts:
+            found = [m for m in rank.facts.mounts if m.get("Destination") == mount.target]
+            sheet.add(f"mounts at {mount.target}", rank.number, 1, len(found))
+            if found:
+                sheet.add(f"mount {mount.target} is writable", rank.number, not mount.read_only, found[0].get("RW"))
+        if pins.manifest_sha256:
+            sheet.add(f"sha256 of {pins.manifest_target}", rank.number, pins.manifest_sha256, rank.manifest_sha256)
+
+
+def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    sheet.add("served model", None, [plan.served_model], api.model_ids)
+    sheet.add("max_model_len", None, plan.settings.values.get("MAX_MODEL_LEN"), api.max_model_len)
+    if plan.recipe.pins.package and api.version:
+        sheet.add("package version", None, plan.recipe.pins.package, api.version)
+    elif plan.recipe.pins.package:
+        sheet.not_observable.append("the API does not tell its package version")
+
+
+def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    knob = plan.recipe.compilation
+    wanted = plan.settings.values.get(knob) if knob else None
+    if not wanted:
+        sheet.not_observable.append("the profile asks for no compilation configuration")
+        return
+    for rank in ranks:
+        sheet.add("compilation configuration on the command line", rank.number, dict(wanted), _json_flag(rank, "--compilation-config"), "superset")
+        log = rank.log
+        if log.compilation:
+            sheet.add("compilation configuration that the engine logged", rank.number, dict(wanted), log.compilation, "superset")
+        else:
+            sheet.not_observable.append(f"rank {rank.number} logs no engine configuration; its command line and markers stand for it")
+        if "cudagraph_strict" in wanted and log.graph_runtime is not None:
+            sheet.add("CUDA_GRAPH_RUNTIME strict", rank.number, str(wanted["cudagraph_strict"]).lower(), log.graph_runtime.get("strict"))
+    if not any(rank.log.compilation for rank in ranks):
+        sheet.add("engine configuration line", 0, "one in the head's log", None, "present")
+
+
+def _json_flag(rank: Rank, flag: str) -> Any:
+    argv = serve_argv(rank.facts.path, rank.facts.args)
+    values = [argv[i + 1] for i, token in enumerate(argv[:-1]) if token == flag]
+    try:
+        return json.loads(values[0]) if len(values) == 1 else values
+    except ValueError:
+        return values
+
+
+def _applicable(plan: Plan, kind: str) -> Iterable[Marker]:
+    values = plan.settings.values
+    return (m for m in plan.recipe.markers if m.kind == kind and all(meets(c, values) for c in m.when))
+
+
+def _markers(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    for marker in _applicable(plan, "required"):
+        for rank in ranks:
+            if not marker.applies_to(rank.number):
+                sheet.not_observable.append(f"{marker.name} on rank {rank.number}: {marker.unobservable or 'printed by other ranks'}")
+            elif not all(meets(condition, rank.environment) for condition in marker.observable):
+                sheet.not_observable.append(f"{marker.name} on rank {rank.number}: {marker.unobservable}")
+            else:
+                hit = search(rank.log_text, marker.pattern)
+                sheet.add(f"log marker {marker.name}", rank.number, marker.pattern.pattern, hit and [hit[0], hit[1]], "present")
+
+
+def _forbidden(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    noop = dict(plan.recipe.noop_env)
+    for rank in ranks:
+        for marker in _applicable(plan, "forbidden"):
+            if marker.applies_to(rank.number):
+                hit = search(rank.log_text, marker.pattern)
+                sheet.add(f"forbidden log line {marker.name}", rank.number, None, hit and [hit[0], hit[1]], "absent")
+        unknown = sorted(set(rank.log.unknown_env) - noop.keys())
+        sheet.add("environment variables that the engine does not know", rank.number, None, unknown, "absent")
+
+
+def _canaries(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+    for canary in plan.recipe.canaries:
+        answer = api.canaries.get(canary.name)
+        if answer is None:
+            sheet.add(f"canary {canary.name}", None, "an answer", None, "present")
+        else:
+            fault = "model" if answer.get("answered") else "engine"
+            sheet.add(f"canary {canary.name}", None, True, answer["ok"], fault=fault)
+            if not answer["ok"]:
+                sheet.add(f"canary {canary.name}: {answer['message']}", None, canary.expect or dict(canary.expect_json) or canary.tool, answer["text"], fault=fault)
+    if not plan.recipe.canaries:
+        sheet.not_observable.append("the recipe has no canary")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What the API said: ids, window, version, and the judged canaries."""
+
+    model_ids: list[str]
+    max_model_len: int | None
+    version: str
+    canaries: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """A finding a requirement, with its verdict."""
+
+    findings: Mapping[str, Finding]
+    verdicts: Mapping[str, Verdict]
+
+    @property
+    def first_failure(self) -> tuple[str, Verdict] | None:
+        bad = ((name, verdict) for name, verdict in self.verdicts.items() if verdict.status in (Status.FAIL, Status.ERROR))
+        return next(bad, None)
+
+
+_EXAMINERS: dict[str, Callable[[Plan, Sequence[Rank], Api, Sheet], None]] = {
+    "image": _image,
+    "labels": _labels,
+    "argv": _argv,
+    "symmetry": _symmetry,
+    "environment": _environment,
+    "restarts": _restarts,
+    "mounts": _mounts,
+    "model": _model,
+    "compilation": _compilation,
+    "markers": _markers,
+    "forbidden": _forbidden,
+    "canaries": _canaries,
+}
+
+
+def examine(plan: Plan, ranks: Sequence[Rank], api: Api) -> GateReport:
+    """Compare everything that was read with everything that is expected: pure."""
+    findings = {}
+    for name in REQUIREMENTS:
+        sheet = Sheet()
+        _EXAMINERS[name](plan, ranks, api, sheet)
+        findings[name] = Finding(f"gate.{name}", sheet.data())
+    return GateReport(findings, {name: judge(finding, {}) for name, finding in findings.items()})
+
+
+def missing_markers(plan: Plan, ranks: Sequence[Rank]) -> bool:
+    """Whether a required marker is not there yet: some are printed only after the first decode."""
+    sheet = Sheet()
+    _markers(plan, ranks, Api([], None, "", {}), sheet)
+    return any(not comparison.found for comparison in sheet.comparisons)
+
+
+# --- canaries
+
+
+def ask_api(endpoint: Endpoint, canaries: Iterable[Canary]) -> Api:
+    """Read the API's identity and ask every canary. A failed canary is data; a dead API raises."""
+    cards = endpoint.models()
+    card = next((card for card in cards if card.id == endpoint.model), None)
+    return Api(
+        model_ids=[card.id for card in cards],
+        max_model_len=card.max_model_len if card else None,
+        version=_version(endpoint),
+        canaries={canary.name: ask(endpoint, canary) for canary in canaries},
+    )
+
+
+def _version(endpoint: Endpoint) -> str:
+    try:
+        return endpoint.version()
+    except DsparkError:
+        return ""
+
+
+def ask(endpoint: Endpoint, canary: Canary) -> dict[str, Any]:
+    """One canary: `ok`, what was answered, and whether the engine answered at all."""
+    try:
+        reply = endpoint.chat(
+            [{"role": "user", "content": canary_prompt(canary)}],
+            max_tokens=canary.max_tokens,
+            thinking=canary.thinking,
+            tools=[weather_tool(canary.tool)] if canary.kind == "tool" else None,
+            tool_choice={"type": "function", "function": {"name": canary.tool}} if canary.kind == "tool" else None,
+            response_format={"type": "json_object"} if canary.kind == "json" else None,
+            deadline_s=canary.deadline_s,
+        )
+    except DsparkError as error:
+        return {"ok": False, "answered": False, "text": "", "finish_reason": None, "message": str(error)}
+    ok, message = judge_canary(canary, reply)
+    return {
+        "ok": ok,
+        "answered": True,
+        "text": reply.text[:500],
+        "tool_calls": [[call.name, call.arguments[:500]] for call in reply.tool_calls],
+        "finish_reason": reply.finish_reason,
+        "usage": {"prompt_tokens": reply.usage.prompt_tokens, "completion_tokens": reply.usage.completion_tokens} if reply.usage else None,
+        "message": message,
+    }
+
+
+def canary_prompt(canary: Canary) -> str:
+    """The question; a retrieval canary stands between two halves of filler with the needle in the middle."""
+    if not canary.filler:
+        return canary.prompt
+    sentences = [f"Note {n}: the lamp by the gate was lit at dusk and put out at dawn." for n in range(1, 2 * canary.filler + 1)]
+    half = canary.filler
+    return "\n".join([*sentences[:half], canary.needle, *sentences[half:], "", canary.prompt])
+
+
+def weather_tool(name: str) -> dict[str, Any]:
+    """The one tool that canaries and the tool check offer: a city in, nothing else."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Get the current weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "name of the city"}},
+                "required": ["city"],
+            },
+        },
+    }
+
+
+def judge_canary(canary: Canary, reply: Reply) -> tuple[bool, str]:
+    """Whether the answer is right, and if not, why."""
+    if canary.kind == "tool":
+        return judge_tool([(call.name, call.arguments) for call in reply.tool_calls], canary.tool, dict(canary.expect_json))
+    if reply.finish_reason != "stop":
+        return False, f"finish_reason is {reply.finish_reason!r}, expected 'stop'"
+    if canary.kind == "json":
+        result = judge_json(reply.text, reply.reasoning, dict(canary.expect_json))
+    elif canary.kind == "code":
+        result = judge_code(reply.text, reply.reasoning, canary.expect)
+    else:
+        result = judge_exact(reply.text, reply.reasoning, canary.expect)
+    return result.ok, result.message
+
+
+def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Mapping[str, Any]) -> tuple[bool, str]:
+    """Exactly one call of the tool, with at least the wanted arguments; `calls` are (name, raw argument text)."""
+    names = [name for name, _ in calls]
+    if names != [tool]:
+        return False, f"tool calls are {names}, expected exactly one of {tool}"
+    try:
+        arguments = json.loads(calls[0][1])
+    except ValueError:
+        return False, f"tool arguments are no JSON: {calls[0][1][:200]!r}"
+    if not isinstance(arguments, dict) or any(arguments.get(key) != value for key, value in wanted.items()):
+        return False, f"tool arguments are {arguments!r}, expected {dict(wanted)!r}"
+    return True, ""
+
+
+# --- the file that readers of the original gate know (schema 3)
+
+
+def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> dict[str, Any]:
+    """runtime-gate.json: schema_version 3, status, evidence a rank, errors[]; and our requirements beside it."""
+    errors = [
+        sentence(comparison)
+        for finding in report.findings.values()
+        for comparison in finding.data["comparisons"]
+        if not hold(comparison)
+    ]
+    return {
+        "schema_version": 3,
+        "status": "FAIL" if errors else "PASS",
+        "evidence": {
+            "profile": plan.profile.name,
+            "expected_cudagraph_implementation": (plan.settings.values.get(plan.recipe.compilation) or {}).get("cudagraph_implementation"),
+            "runtime_identity": {_role(rank): _identity(plan, rank) for rank in ranks},
+            "models": {"ids": api.model_ids, "max_model_len": api.max_model_len, "version": api.version or None},
+            **_canary_sections(plan, api),
+            "runtime_logs": {_role(rank): _log_section(plan, rank, report) for rank in ranks},
+        },
+        "errors": errors,
+        "requirements": {
+            name: {"verdict": str(report.verdicts[name].status), "message": report.verdicts[name].message, **finding.data}
+            for name, finding in report.findings.items()
+        },
+    }
+
+
+def _role(rank: Rank) -> str:
+    return "head" if rank.number == 0 else "worker" if rank.number == 1 else f"worker{rank.number}"
+
+
+def _canary_sections(plan: Plan, api: Api) -> dict[str, Any]:
+    """The three sections by their known names, and all canaries under theirs."""
+    answers = {name: dict(answer) for name, answer in api.canaries.items()}
+    tool = next((c.name for c in plan.recipe.canaries if c.kind == "tool"), "")
+    sections = {"semantic": answers.get("semantic"), "tool_call": answers.get(tool), "retrieval": answers.get("retrieval")}
+    known: dict[str, Any] = {
+        key: {"content": value["text"], "finish_reason": value["finish_reason"], "usage": value.get("usage"), "pass": value["ok"]} if value else None
+        for key, value in sections.items()
+    }
+    if known["tool_call"] is not None:
+        known["tool_call"]["names"] = [call[0] for call in answers[tool].get("tool_calls", [])]
+    return {**known, "canaries": answers}
+
+
+def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
+    labels, argv = rank.image.labels, serve_argv(rank.facts.path, rank.facts.args)
+    graph = rank.log.graph_runtime or {}
+    wanted = {key: value for key, value in plan.recipe.labels if value}
+    return {
+        "rank": rank.number,
+        "host": rank.host,
+        "container_id": rank.facts.rank_id,
+        "image_id": rank.facts.image_id,
+        "image_id_kind": rank.image.id_kind,
+        "image_architecture": rank.image.architecture,
+        "source_revision": labels.get("org.opencontainers.image.revision"),
+        "model_revision": labels.get("io.r0b0tlab.model.revision"),
+        "vllm_version": labels.get("io.r0b0tlab.vllm.package.version"),
+        "integrated_vllm_commit": labels.get("io.r0b0tlab.vllm.integrated.commit"),
+        "cudagraph_implementation": graph.get("resolved"),
+        "cudagraph_mode": graph.get("mode"),
+        "enforce_eager": graph.get("enforce_eager"),
+        "serialized_compilation_config": _json_flag(rank, "--compilation-config"),
+        "command_sha256": hashlib.sha256(json.dumps(list(argv)).encode()).hexdigest(),
+        "runtime_audit_manifest_sha256": rank.manifest_sha256,
+        "restart_count": rank.facts.restart_count,
+        "started_at": rank.facts.started_at,
+        "label_mismatches": {
+            key: {"expected": value, "actual": labels.get(key)} for key, value in wanted.items() if labels.get(key) != value
+        },
+    }
+
+
+def _log_section(plan: Plan, rank: Rank, report: GateReport) -> dict[str, Any]:  # noqa: ARG001
+    def of(name: str, prefix: str) -> dict[str, Any]:
+        rows = report.findings[name].data["comparisons"]
+        return {r["what"].removeprefix(prefix): bool(r["found"]) for r in rows if r["rank"] == rank.number}
+
+    body = rank.log_text.encode("utf-8", "replace")
+    return {
+        "required": of("markers", "log marker "),
+        "forbidden": of("forbidden", "forbidden log line "),
+        "authoritative_cuda_graph_runtime": rank.log.graph_runtime,
+        "kv_cache_size_tokens": rank.log.kv_pool_tokens,
+        "log_bytes": len(body),
+        "log_sha256": hashlib.sha256(body).hexdigest(),
+    }

@@ -1,0 +1,53 @@
+"""Engines left up by `--dspark-keep`, so that a later session on this machine may use one again after proving it.
+
+A kept engine is a small file named by cluster and container. Claiming it renames the file away, so that two sessions never
+use one engine; a live run has no such file and is therefore never taken for a kept one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_dspark.evidence import utc_now, write_whole
+from pytest_dspark.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStore:
+    """The folder of kept engines, beside the runs."""
+
+    folder: Path
+
+    def _path(self, plan: Plan) -> Path:
+        hosts = [(entry.name, entry.docker or "process", entry.address) for entry in plan.cluster.hosts]
+        key = json.dumps([plan.cluster.name, plan.specs[0].name, plan.port, hosts])
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+    def keep(self, plan: Plan, run_id: str) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        body = {"run": run_id, "fingerprint": plan.fingerprint, "profile": plan.profile.name, "kept": utc_now()}
+        write_whole(self._path(plan), json.dumps(body) + "\n")
+
+    def claim(self, plan: Plan) -> str | None:
+        """The run id of a kept engine with this plan's fingerprint, taken away from everybody else; None if there is none."""
+        path = self._path(plan)
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if body.get("fingerprint") != plan.fingerprint:
+            return None
+        try:
+            path.rename(path.with_suffix(".claimed"))
+        except OSError:
+            return None
+        return str(body["run"])
+
+    def forget(self, run_id: str) -> None:
+        """Remove what names this run (its engine was stopped by hand)."""
+        for path in self.folder.glob("*.json") if self.folder.is_dir() else ():
+            if f'"{run_id}"' in path.read_text(encoding="utf-8"):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,329 @@
+"""Start every rank, wait until one token was generated, prove what runs, and stop all of it again.
+
+Order: workers first, each to its rendezvous line; then the head; then readiness, which is a generated token and not an
+open port. A rank that exits is seen at the next look. Stopping takes the head first, tries every host whatever happens
+on another, and ends with a listing by this run's label that must be empty.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_dspark import gate
+from pytest_dspark.cluster import Host, RankSpec, RankState
+from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.errors import DsparkError, LaunchError
+from pytest_dspark.evidence import RunFolder, write_whole
+from pytest_dspark.plan import RUN_LABEL, Plan, as_json, launch_order
+from pytest_dspark.preflight import leftovers
+
+FINGERPRINT_LABEL = "io.dspark.fingerprint"
+HEARTBEAT_S = 15.0
+MARKER_WAIT_S = 10.0
+_EXIT_SETTLE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where one launch takes place: the plan, its hosts, the run folder, and the seams for tests."""
+
+    plan: Plan
+    hosts: Mapping[str, Host]
+    run: RunFolder
+    say: Callable[[str], None]
+    cancelled: Callable[[], bool]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    @property
+    def folder(self) -> Path:
+        return self.run.profile(self.plan.mark)
+
+    def host(self, spec: RankSpec) -> Host:
+        return self.hosts[spec.host]
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine: rank ids in rank order. `owned` is False for an attached one, which is never stopped."""
+
+    run_id: str
+    rank_ids: tuple[str, ...]
+    owned: bool = True
+
+
+def labelled(spec: RankSpec, run_id: str, fingerprint: str) -> RankSpec:
+    return replace(spec, labels=(*spec.labels, (RUN_LABEL, run_id), (FINGERPRINT_LABEL, fingerprint)))
+
+
+def start(site: Site, *, started: dict[int, str]) -> Engine:
+    """Start workers, then the head. `started` is filled as ranks come to life, so that a failure can stop them."""
+    plan, limits = site.plan, site.plan.recipe.launch
+    site.run.write(f"{plan.mark}/plan.json", as_json(plan))
+    for spec in launch_order(plan):
+        _check_cancelled(site)
+        site.say(f"starting rank {spec.rank} on {spec.host}")
+        rank_id = site.host(spec).start(labelled(spec, site.run.run_id, plan.fingerprint))
+        started[spec.rank] = rank_id
+        site.host(spec).follow(rank_id, site.log_path(spec.rank))
+        if spec.rank and limits.worker_ready:
+            _await_line(site, spec.rank, limits.worker_ready, limits.rendezvous_s, started)
+    return Engine(site.run.run_id, tuple(started[spec.rank] for spec in plan.specs))
+
+
+def _check_cancelled(site: Site) -> None:
+    if site.cancelled():
+        raise LaunchError("CANCELLED", "the run was interrupted while the engine was being launched")
+
+
+def _await_line(site: Site, rank: int, pattern: str, limit_s: float, started: Mapping[int, str]) -> None:
+    """Wait until the worker's log says that it waits for the head."""
+    wanted, deadline = re.compile(pattern), site.clock() + limit_s
+    beat = site.clock() + HEARTBEAT_S
+    while not wanted.search(read_text(site.log_path(rank))):
+        _check_cancelled(site)
+        check_running(site, started)
+        if site.clock() > deadline:
+            raise LaunchError("RENDEZVOUS_TIMEOUT", f"rank {rank} ({site.plan.specs[rank].host}) {_waited(site, rank, limit_s, 'its rendezvous line')}")
+        beat = _heartbeat(site, rank, beat)
+        site.sleep(site.plan.recipe.launch.poll_s)
+
+
+def _waited(site: Site, rank: int, limit_s: float, what: str) -> str:
+    return f"did not print {what} within {limit_s:g} s; last log lines: {last_lines(site.log_path(rank))}"
+
+
+def _heartbeat(site: Site, rank: int, beat: float) -> float:
+    if site.clock() < beat:
+        return beat
+    site.say(f"waiting; rank {rank} last said: {last_lines(site.log_path(rank), 1)}")
+    return site.clock() + HEARTBEAT_S
+
+
+def read_text(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+
+
+def last_lines(path: Path, count: int = 3) -> str:
+    """The last lines of a log, for a message; empty lines and long tails are cut."""
+    lines = [line.strip() for line in read_text(path)[-8000:].splitlines() if line.strip()]
+    return " | ".join(line[-240:] for line in lines[-count:]) or "(nothing)"
+
+
+# --- is it alive?
+
+
+def states(site: Site, ids: Mapping[int, str]) -> dict[int, RankState]:
+    return {rank: site.host(site.plan.specs[rank]).state(rank_id) for rank, rank_id in ids.items()}
+
+
+def check_running(site: Site, ids: Mapping[int, str]) -> None:
+    """Raise LaunchError if any rank is not running or was restarted, naming the one that went first."""
+    error = lost(site, states(site, ids))
+    if error:
+        raise error
+
+
+def lost(site: Site, found: Mapping[int, RankState]) -> LaunchError | None:
+    """The rank that ended the engine. One that failed comes before one that ended with code 0: a head whose worker was
+    killed ends with code 0 itself, and is not the cause."""
+    down = sorted((rank for rank, state in found.items() if state.status != "running"), key=lambda rank: (found[rank].exit_code == 0, rank))
+    for rank, state in found.items():
+        if state.status == "running" and state.restart_count:
+            return LaunchError("RANK_RESTARTED", f"rank {rank} ({site.plan.specs[rank].host}) was restarted {state.restart_count} times")
+    if not down:
+        return None
+    others = "; ".join(f"rank {rank} then ended with code {found[rank].exit_code}" for rank in down[1:])
+    state = found[down[0]]
+    code = "OOM_KILLED" if state.oom_killed else "RANK_EXITED"
+    where = f"rank {down[0]} ({site.plan.specs[down[0]].host})"
+    tail = f"last log lines: {last_lines(site.log_path(down[0]))}"
+    return LaunchError(code, f"{where} is {state.status} with exit code {state.exit_code}{'; ' + others if others else ''}; {tail}")
+
+
+def diagnose(site: Site, engine: Engine) -> LaunchError | None:
+    """After a request failed: did a rank end? Looks for a moment, since a rank's end may come just after its silence."""
+    deadline = site.clock() + _EXIT_SETTLE_S
+    while True:
+        error = lost(site, states(site, dict(enumerate(engine.rank_ids))))
+        if error or site.clock() > deadline or site.cancelled():
+            return error
+        site.sleep(0.2)
+
+
+# --- readiness and proof
+
+
+def await_ready(site: Site, engine: Engine, endpoint: Endpoint) -> float:
+    """Wait for one generated token; returns the seconds it took. API up without generation is told apart."""
+    limits, begin = site.plan.recipe.launch, site.clock()
+    beat, api_up = begin + HEARTBEAT_S, False
+    while True:
+        _check_cancelled(site)
+        check_running(site, dict(enumerate(engine.rank_ids)))
+        api_up = api_up or endpoint.health()
+        if api_up and _probe(site, endpoint):
+            return site.clock() - begin
+        if site.clock() - begin > limits.ready_s:
+            state = "the API answers but no token was generated" if api_up else "the API does not answer"
+            code = "ENGINE_WEDGED" if api_up else "READY_TIMEOUT"
+            raise LaunchError(code, f"not ready after {limits.ready_s:g} s: {state}; head's last log lines: {last_lines(site.log_path(0))}")
+        beat = _heartbeat(site, 0, beat)
+        site.sleep(limits.poll_s)
+
+
+def _probe(site: Site, endpoint: Endpoint) -> bool:
+    try:
+        reply = endpoint.generate_one(deadline_s=site.plan.recipe.launch.probe_s)
+    except DsparkError:
+        return False
+    return bool(reply.usage and reply.usage.completion_tokens)
+
+
+def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
+    """Ask the canaries, then read both ranks, compare, and write runtime-gate.json. Raises nothing for a failed gate."""
+    api = gate.ask_api(endpoint, site.plan.recipe.canaries)
+    deadline = site.clock() + MARKER_WAIT_S
+    ranks = read_ranks(site, engine)
+    while gate.missing_markers(site.plan, ranks) and site.clock() < deadline and not site.cancelled():
+        site.sleep(0.5)
+        ranks = read_ranks(site, engine)
+    report = gate.examine(site.plan, ranks, api)
+    site.run.write(f"{site.plan.mark}/runtime-gate.json", gate.as_file(site.plan, ranks, api, report))
+    return report
+
+
+def read_ranks(site: Site, engine: Engine) -> list[gate.Rank]:
+    return [_read_rank(site, spec, engine.rank_ids[spec.rank]) for spec in site.plan.specs]
+
+
+def _read_rank(site: Site, spec: RankSpec, rank_id: str) -> gate.Rank:
+    host, entry = site.host(spec), site.plan.cluster.hosts[spec.rank]
+    host.save_log(rank_id, site.log_path(spec.rank))
+    facts = host.inspect(rank_id)
+    return gate.Rank(
+        number=spec.rank,
+        host=spec.host,
+        facts=facts,
+        image=host.image(facts.image_id if entry.docker else spec.bundle),
+        log_text=read_text(site.log_path(spec.rank)),
+        manifest_sha256=_manifest(site, host, rank_id, spec),
+        process=entry.process,
+    )
+
+
+def _manifest(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
+    """sha256 of the runtime manifest as the rank itself sees it."""
+    target = site.plan.recipe.pins.manifest_target
+    if not target or not any(mount.target == target for mount in spec.mounts):
+        return None
+    done = host.read_in(rank_id, ["sha256sum", target])
+    return done.text.split()[0] if done.code == 0 and done.text else None
+
+
+# --- stopping
+
+
+def stop(site: Site, ids: Mapping[int, str], *, run_id: str) -> dict[str, Any]:
+    """Save both logs, stop head first, remove, and list what is left. Never raises: what went wrong is in the result."""
+    problems: list[str] = []
+    begin = site.clock()
+    for rank, rank_id in sorted(ids.items()):
+        _try(problems, lambda r=rank, i=rank_id: site.host(site.plan.specs[r]).save_log(i, site.log_path(r)))  # type: ignore[misc]
+    ends: dict[int, RankState] = {}
+    for rank, rank_id in sorted(ids.items()):
+        site.say(f"stopping rank {rank} on {site.plan.specs[rank].host}")
+        _try(problems, lambda r=rank, i=rank_id: ends.__setitem__(r, _stop_one(site, r, i)))  # type: ignore[misc]
+    left = _sweep(site, run_id, problems)
+    return {
+        "stopped": [
+            {"rank": rank, "host": site.plan.specs[rank].host, "status": state.status, "exit_code": state.exit_code}
+            for rank, state in sorted(ends.items())
+        ],
+        "left_behind": left,
+        "ports_taken": _ports(site, problems),
+        "problems": problems,
+        "elapsed_s": round(site.clock() - begin, 3),
+    }
+
+
+def _stop_one(site: Site, rank: int, rank_id: str) -> RankState:
+    host = site.host(site.plan.specs[rank])
+    state = host.stop(rank_id, grace_s=site.plan.recipe.launch.stop_grace_s)
+    host.save_log(rank_id, site.log_path(rank))
+    host.remove(rank_id)
+    return state
+
+
+def _sweep(site: Site, run_id: str, problems: list[str]) -> list[dict[str, str]]:
+    """What still carries this run's label is stopped too (a start may have been interrupted before its id was known)."""
+    for host in site.hosts.values():
+        _try(problems, lambda h=host: _sweep_host(site, h, run_id))  # type: ignore[misc]
+    left: list[dict[str, str]] = []
+    for host in site.hosts.values():
+        _try(problems, lambda h=host: left.extend(_named(h.name, state) for _, state in leftovers([h], run_id)))  # type: ignore[misc]
+    return left
+
+
+def _sweep_host(site: Site, host: Host, run_id: str) -> None:
+    for _, state in leftovers([host], run_id):
+        host.stop(state.rank_id, grace_s=site.plan.recipe.launch.stop_grace_s)
+        host.remove(state.rank_id)
+
+
+def _named(host: str, state: RankState) -> dict[str, str]:
+    return {"host": host, "id": state.rank_id, "name": state.name, "status": state.status}
+
+
+def _ports(site: Site, problems: list[str]) -> list[dict[str, Any]]:
+    head = site.host(site.plan.specs[0])
+    taken: list[dict[str, Any]] = []
+
+    def look() -> None:
+        for port in (site.plan.port, site.plan.master_port):
+            owner = head.listener(port)
+            if owner:
+                taken.append({"host": head.name, "port": port, "owner": owner})
+
+    _try(problems, look)
+    return taken
+
+
+def _try(problems: list[str], action: Callable[[], object]) -> None:
+    try:
+        action()
+    except DsparkError as error:
+        problems.append(str(error))
+
+
+def save_states(site: Site, found: Mapping[int, RankState]) -> None:
+    """Write the ranks' last known states beside their logs."""
+    body = "\n".join(f"rank {rank}: {state}" for rank, state in sorted(found.items()))
+    write_whole(site.folder / "states.txt", body + "\n")
+
+
+def adopt(site: Site, *, run_id: str | None) -> Engine:
+    """The engine that is already there: every rank found by name, running, with this fingerprint (kept engine), or any
+    (attach: run_id None). Raises NAME_TAKEN or LAUNCH_FAILED."""
+    found: Sequence[RankState | None] = [site.host(spec).find(spec.name) for spec in site.plan.specs]
+    for spec, state in zip(site.plan.specs, found, strict=True):
+        if state is None or state.status != "running":
+            what = state.status if state else "not there"
+            raise LaunchError("LAUNCH_FAILED", f"{spec.host}: {spec.name} is {what}, expected a running rank to use")
+        if run_id is not None and state.labels.get(RUN_LABEL) != run_id:
+            raise LaunchError("NAME_TAKEN", f"{spec.host}: {spec.name} belongs to run {state.labels.get(RUN_LABEL)}, expected the kept run {run_id}")
+        if run_id is not None and state.labels.get(FINGERPRINT_LABEL) != site.plan.fingerprint:
+            raise LaunchError("NAME_TAKEN", f"{spec.host}: the kept {spec.name} was launched from another plan; stop it with dspark stop --run {run_id}")
+    states_ = [state for state in found if state is not None]
+    engine = Engine(run_id or states_[0].labels.get(RUN_LABEL, ""), tuple(state.rank_id for state in states_), owned=run_id is not None)
+    for spec in site.plan.specs:
+        site.host(spec).follow(engine.rank_ids[spec.rank], site.log_path(spec.rank))
+    return engine

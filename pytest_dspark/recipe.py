@@ -1,0 +1,431 @@
+"""What is true of an engine build and not of one run: `recipe/*.toml`.
+
+A recipe says how ranks are launched (container options, environment, argv), what proves them (pins, labels, markers,
+canaries), what a profile may ask for (knobs, limits with their reasons) and what acceptance requires. A new engine,
+model or image is a new recipe file and no new code. Everything is checked when the file is read: unknown keys, patterns
+against the real lines they must and must not match, placeholders against the knobs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pytest_dspark.errors import ConfigError
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z][A-Za-z0-9_]*)\}")
+PLAN_NAMES = frozenset(
+    "nnodes rank headless master_addr master_port port address interface rdma model model_source cache manifest python bundle".split()
+)
+RANK_NAMES = frozenset({"rank", "headless", "address", "interface", "rdma", "model_source", "cache", "manifest", "bundle"})
+KNOB_TYPES = ("int", "float", "str", "json")
+_T = TypeVar("_T")
+LANES = ("gate", "correctness", "concurrency", "performance", "dataset", "niah")
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One key that a profile may set. An optional knob that is absent leaves out each argv group that names it."""
+
+    name: str
+    type: str
+    help: str = ""
+    required: bool = False
+    default: str | None = None
+    min: float | None = None
+    max: float | None = None
+    choices: tuple[str, ...] = ()
+    use: str = "argv"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A test on one knob (`NAME`, or `NAME.key` of a JSON knob). An absent value meets only `absent` and `differs`."""
+
+    knob: str
+    equals: Any = None
+    differs: Any = None
+    min: float | None = None
+    max: float | None = None
+    absent: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A rule on profile values: `effect` is `refuse`, `unpublishable` or `warn`, and `reason` says what was measured."""
+
+    when: tuple[Condition, ...]
+    effect: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A line that a rank's log must hold (`required`) or must not hold (`forbidden`).
+
+    `ranks` is `all`, `head` or `worker`. `unobservable` says why the other ranks cannot print it; `observable` are
+    conditions on the rank's environment without which nobody prints it, with `unobservable` as the reason.
+    """
+
+    name: str
+    kind: str
+    pattern: re.Pattern[str]
+    ranks: str = "all"
+    when: tuple[Condition, ...] = ()
+    observable: tuple[Condition, ...] = ()
+    unobservable: str = ""
+    match: tuple[str, ...] = ()
+    no_match: tuple[str, ...] = ()
+
+    def applies_to(self, rank: int) -> bool:
+        return self.ranks == "all" or (self.ranks == "head") == (rank == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """One question of the gate. `kind`: `exact` (answer equals `expect`), `code` (answer holds exactly the code),
+    `json` (answer is this object) or `tool` (a call of `tool` with the arguments of `expect_json`).
+
+    `filler` sentences stand before and after `needle` in a `code` canary.
+    """
+
+    name: str
+    kind: str
+    prompt: str
+    expect: str = ""
+    expect_json: tuple[tuple[str, Any], ...] = ()
+    tool: str = ""
+    needle: str = ""
+    filler: int = 0
+    thinking: bool | None = None
+    max_tokens: int = 64
+    deadline_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """How one rank is started. Groups are lists of tokens with `{placeholders}`; see `plan.plan`."""
+
+    container: str
+    image: str
+    port: int
+    master_port: int
+    served_model: str
+    argv: tuple[tuple[str, ...], ...]
+    argv_head: tuple[tuple[str, ...], ...] = ()
+    argv_worker: tuple[tuple[str, ...], ...] = ()
+    host_keys: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
+    model_target: str = "/model"
+    options: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
+    process: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Bounds in seconds of the launch, and the line by which a worker says that it waits for the head."""
+
+    worker_ready: str = ""
+    rendezvous_s: float = 300.0
+    ready_s: float = 1800.0
+    probe_s: float = 60.0
+    stop_grace_s: float = 30.0
+    poll_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """The identity that is expected. An empty string is not pinned (and then never publishable)."""
+
+    image_id: str = ""
+    id_kind: str = "config"
+    image_tag: str = ""
+    architecture: str = ""
+    package: str = ""
+    integrated_vllm: str = ""
+    source_revision: str = ""
+    model_revision: str = ""
+    model_marker: str = ""
+    manifest_sha256: str = ""
+    manifest_target: str = ""
+    image_store: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One recipe file, checked. `sha256` is over the files it was read from, overlay included."""
+
+    name: str
+    about: str
+    sha256: str
+    sources: tuple[str, ...]
+    rehearsal: bool
+    wrapper: str
+    profiles: tuple[tuple[str, str], ...]
+    acceptance: tuple[tuple[str, tuple[str, ...]], ...]
+    pins: Pins
+    labels: tuple[tuple[str, str], ...]
+    serve: Serve
+    env: tuple[tuple[str, str], ...]
+    env_absent: tuple[str, ...]
+    passthrough: tuple[str, ...]
+    noop_env: tuple[tuple[str, str], ...]
+    knobs: tuple[Knob, ...]
+    limits: tuple[Limit, ...]
+    markers: tuple[Marker, ...]
+    canaries: tuple[Canary, ...]
+    launch: Launch
+    compilation: str
+    checks: Mapping[str, Mapping[str, Any]]
+
+    def knob(self, name: str) -> Knob | None:
+        return next((knob for knob in self.knobs if knob.name == name), None)
+
+    def profile_of(self, mark: str) -> str:
+        return dict(self.profiles).get(mark, "")
+
+    def required(self, mark: str) -> tuple[str, ...]:
+        return dict(self.acceptance).get(mark, ())
+
+    def overlaid(self) -> bool:
+        return any(source.endswith(".overlay.toml") for source in self.sources)
+
+
+def find_recipe(name: str, folders: Sequence[Path]) -> Path:
+    """The file of a recipe given by path or by name in one of the folders. Raises RECIPE_INVALID listing what there is."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if path.is_file():
+            return path
+        raise ConfigError("RECIPE_INVALID", f"{name}: no such file")
+    for folder in folders:
+        if (folder / f"{name}.toml").is_file():
+            return folder / f"{name}.toml"
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.toml") if "." not in path.stem})
+    raise ConfigError("RECIPE_INVALID", f"recipe {name!r} is not known, expected a path or one of {', '.join(known)}")
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe with what it extends and its overlay. Raises ConfigError (RECIPE_INVALID) with file and key."""
+    data, sources = _read_chain(path)
+    overlay = path.with_suffix(".overlay.toml")
+    if overlay.is_file():
+        data = _overlaid(data, _read_toml(overlay), str(overlay))
+        sources = (*sources, overlay)
+    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
+    return _recipe(data, str(path), digest, tuple(source.name for source in sources))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("RECIPE_INVALID", f"{path}: {error}") from error
+
+
+def _read_chain(path: Path, depth: int = 0) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    data = _read_toml(path)
+    base = data.pop("extends", None)
+    if base is None:
+        return data, (path,)
+    if depth > 3 or not isinstance(base, str):
+        raise ConfigError("RECIPE_INVALID", f"{path}: extends must name a recipe beside it, at most 4 deep; found {base!r}")
+    below, sources = _read_chain(find_recipe(base, [path.parent]), depth + 1)
+    return _merged(below, data), (*sources, path)
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables are merged key by key; anything else above replaces what is below."""
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        result[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _overlaid(data: dict[str, Any], overlay: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """An overlay of measured values may add pins and labels, and never change one."""
+    result = dict(data)
+    for section, values in overlay.items():
+        if section not in ("pins", "labels"):
+            raise ConfigError("RECIPE_INVALID", f"{where}: an overlay may hold [pins] and [labels], found {section!r}")
+        result[section] = dict(data.get(section, {}))
+        for key, value in values.items():
+            if result[section].get(key, "") not in ("", value):
+                raise ConfigError(
+                    "RECIPE_INVALID", f"{where}: {section}.{key} is {value!r}, the recipe pins {result[section][key]!r}"
+                )
+            result[section][key] = value
+    return result
+
+
+_TOP_KEYS = frozenset(
+    "schema name about engine rehearsal wrapper profiles acceptance pins labels serve env env_absent passthrough noop_env knobs "
+    "limit marker canary launch compilation checks".split()
+)
+
+
+def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, ...]) -> Recipe:
+    _known(data, _TOP_KEYS, where)
+    if data.get("schema") != 1:
+        raise ConfigError("RECIPE_INVALID", f"{where}: schema must be 1, found {data.get('schema')!r}")
+    recipe = Recipe(
+        name=_text(data, "name", where),
+        about=_text(data, "about", where),
+        sha256=digest,
+        sources=sources,
+        rehearsal=bool(data.get("rehearsal", False)),
+        wrapper=data.get("wrapper", "clean"),
+        profiles=_strings(data.get("profiles", {}), f"{where}: profiles"),
+        acceptance=tuple((mark, tuple(checks)) for mark, checks in data.get("acceptance", {}).items()),
+        pins=_build(Pins, data.get("pins", {}), f"{where}: pins"),
+        labels=_strings(data.get("labels", {}), f"{where}: labels"),
+        serve=_serve(data.get("serve", {}), f"{where}: serve"),
+        env=_strings(data.get("env", {}), f"{where}: env"),
+        env_absent=tuple(data.get("env_absent", ())),
+        passthrough=tuple(data.get("passthrough", ())),
+        noop_env=_strings(data.get("noop_env", {}), f"{where}: noop_env"),
+        knobs=tuple(_knob(name, table, where) for name, table in data.get("knobs", {}).items()),
+        limits=tuple(_limit(table, f"{where}: limit {n}") for n, table in enumerate(data.get("limit", ()), 1)),
+        markers=tuple(_marker(table, f"{where}: marker {n}") for n, table in enumerate(data.get("marker", ()), 1)),
+        canaries=tuple(_canary(table, f"{where}: canary {n}") for n, table in enumerate(data.get("canary", ()), 1)),
+        launch=_build(Launch, data.get("launch", {}), f"{where}: launch"),
+        compilation=data.get("compilation", ""),
+        checks=data.get("checks", {}),
+    )
+    _check_names(recipe, where)
+    return recipe
+
+
+def _known(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise ConfigError("RECIPE_INVALID", f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known))}")
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be a text, found {value!r}")
+    return value
+
+
+def _strings(table: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
+    for key, value in table.items():
+        if not isinstance(value, str):
+            raise ConfigError("RECIPE_INVALID", f"{where}.{key} must be a text, found {value!r}")
+    return tuple(table.items())
+
+
+def _build(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
+    """A flat dataclass of texts, numbers and truth values out of a TOML table, types checked against its defaults."""
+    names = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    _known(table, names, where)
+    try:
+        return kind(**table)
+    except TypeError as error:
+        raise ConfigError("RECIPE_INVALID", f"{where}: {error}") from error
+
+
+def _groups(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(value, list) or not all(isinstance(g, list) and all(isinstance(t, str) for t in g) for g in value):
+        raise ConfigError("RECIPE_INVALID", f"{where} must be a list of lists of texts")
+    return tuple(tuple(group) for group in value)
+
+
+def _serve(table: dict[str, Any], where: str) -> Serve:
+    options = tuple((k, tuple(v) if isinstance(v, list) else str(v)) for k, v in table.get("options", {}).items())
+    plain = {key: value for key, value in table.items() if key != "options"}
+    for key in ("argv", "argv_head", "argv_worker"):
+        if key in plain:
+            plain[key] = _groups(plain[key], f"{where}.{key}")
+    for key in ("mounts", "process", "host_keys"):
+        plain[key] = tuple(plain.get(key, ()))
+    return _build(Serve, plain | {"options": options}, where)
+
+
+def _knob(name: str, table: dict[str, Any], where: str) -> Knob:
+    where = f"{where}: knobs.{name}"
+    knob = _build(Knob, {**table, "name": name, "choices": tuple(table.get("choices", ()))}, where)
+    if knob.type not in KNOB_TYPES:
+        raise ConfigError("RECIPE_INVALID", f"{where}: type must be one of {', '.join(KNOB_TYPES)}, found {knob.type!r}")
+    if knob.use not in ("argv", "record", "experimental"):
+        raise ConfigError("RECIPE_INVALID", f"{where}: use must be argv, record or experimental, found {knob.use!r}")
+    return knob
+
+
+def _conditions(table: Mapping[str, Any], where: str) -> tuple[Condition, ...]:
+    return tuple(_build(Condition, {"knob": name, **test}, f"{where}: {name}") for name, test in table.items())
+
+
+def _limit(table: dict[str, Any], where: str) -> Limit:
+    _known(table, ("when", "effect", "reason"), where)
+    if table.get("effect") not in ("refuse", "unpublishable", "warn"):
+        raise ConfigError("RECIPE_INVALID", f"{where}: effect must be refuse, unpublishable or warn")
+    return Limit(_conditions(table.get("when", {}), where), table["effect"], _text(table, "reason", where))
+
+
+def _marker(table: dict[str, Any], where: str) -> Marker:
+    where = f"{where} ({table.get('name', '?')})"
+    if table.get("kind") not in ("required", "forbidden") or table.get("ranks", "all") not in ("all", "head", "worker"):
+        raise ConfigError("RECIPE_INVALID", f"{where}: kind must be required or forbidden; ranks all, head or worker")
+    ready = {key: tuple(table.get(key, ())) for key in ("match", "no_match")}
+    ready |= {key: _conditions(table.get(key, {}), where) for key in ("when", "observable")}
+    marker = _build(Marker, {**table, **ready, "pattern": _pattern(_text(table, "pattern", where), where)}, where)
+    if not marker.match:
+        raise ConfigError("RECIPE_INVALID", f"{where}: expected at least one real line that the pattern must match")
+    for line, wanted in [(line, True) for line in marker.match] + [(line, False) for line in marker.no_match]:
+        if bool(marker.pattern.search(line)) is not wanted:
+            verb = "match" if wanted else "not match"
+            raise ConfigError("RECIPE_INVALID", f"{where}: pattern {marker.pattern.pattern!r} must {verb} {line!r}")
+    return marker
+
+
+def _pattern(text: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError("RECIPE_INVALID", f"{where}: pattern {text!r}: {error}") from error
+
+
+def _canary(table: dict[str, Any], where: str) -> Canary:
+    if table.get("kind") not in ("exact", "code", "json", "tool"):
+        raise ConfigError("RECIPE_INVALID", f"{where}: kind must be exact, code, json or tool, found {table.get('kind')!r}")
+    expect_json = tuple(sorted(table.get("expect_json", {}).items()))
+    canary = _build(Canary, {**table, "expect_json": expect_json}, where)
+    if not (canary.expect or canary.expect_json or canary.tool):
+        raise ConfigError("RECIPE_INVALID", f"{where}: a canary without expect, expect_json or tool proves nothing")
+    return canary
+
+
+def placeholders(text: str) -> Iterator[str]:
+    """The names of the `{placeholders}` in a template, in order."""
+    return (match.group(1) for match in PLACEHOLDER.finditer(text))
+
+
+def _templates(recipe: Recipe) -> Iterator[str]:
+    serve = recipe.serve
+    for group in (*serve.argv, *serve.argv_head, *serve.argv_worker, serve.process, serve.mounts):
+        yield from group
+    yield from (serve.image, serve.served_model, *dict(recipe.env).values())
+
+
+def _check_names(recipe: Recipe, where: str) -> None:
+    """Each placeholder is a knob or a name of the plan, and each knob for the argv is used by one."""
+    used = {name for template in _templates(recipe) for name in placeholders(template)}
+    knobs = {knob.name for knob in recipe.knobs}
+    for name in sorted(used - knobs - PLAN_NAMES):
+        raise ConfigError("RECIPE_INVALID", f"{where}: placeholder {{{name}}} is neither a knob nor one of {', '.join(sorted(PLAN_NAMES))}")
+    for knob in recipe.knobs:
+        if knob.use == "argv" and knob.name not in used:
+            raise ConfigError("RECIPE_INVALID", f"{where}: knob {knob.name} is used by no argv, environment or image")
+    named = {condition.knob.split(".")[0] for limit in recipe.limits for condition in limit.when}
+    for name in sorted(named - knobs):
+        raise ConfigError("RECIPE_INVALID", f"{where}: limit on {name}, which is no knob")
+    if recipe.wrapper not in ("clean", "any"):
+        raise ConfigError("RECIPE_INVALID", f"{where}: wrapper must be clean or any, found {recipe.wrapper!r}")

@@ -1,0 +1,157 @@
+"""Reports become rows and the answer of the whole run: the controller's side of the evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_dspark import junit
+from pytest_dspark.acceptance import Outcome, outcome
+from pytest_dspark.evidence import Case, RunFolder, row, utc_now, write_whole
+from pytest_dspark.state import State
+from pytest_dspark.verdict import Status, Verdict
+
+_FIRST_LINE = 500
+
+
+def write_unmeasured(run: RunFolder, case: Case, report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
+    """The row of a case whose check wrote none: a time-out, an interrupt, a fault of the harness."""
+    text = str(call.excinfo.value) if call.excinfo else str(report.longrepr)
+    code = "DEADLINE" if text.startswith("Timeout") else "HARNESS"
+    verdict = Verdict(Status.ERROR, code, text.strip()[:_FIRST_LINE] or "no finding was written")
+    run.append(row(case, verdict, None, started=utc_now(), elapsed_s=report.duration))
+
+
+class Recorder:
+    """Counts what is reported, ends the engine before the report is finished, and writes what the run says."""
+
+    def __init__(self, state: State, *, raw_junit: Path) -> None:
+        self._state, self._raw = state, raw_junit
+        self._crashed: list[str] = []
+        self._outcome: Outcome | None = None
+        self._tampered: list[str] = []
+
+    # --- while cases are reported
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid not in self._state.stage.cases:
+            return
+        if hasattr(report, "wasxfail"):
+            self._tampered.append(f"{report.nodeid} is marked xfail")
+        if str(report.when) == "???":
+            self._crashed.append(report.nodeid)
+        if report.when == "teardown" or str(report.when) == "???":
+            self._state.stage.done(report.nodeid)
+
+    # --- the end
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Stop or keep the engine while pytest still reports."""
+        self._state.close(interrupted=self._state.interrupted)
+        session.config.add_cleanup(lambda: self._last_line())
+
+    def finish(self, session: pytest.Session) -> None:
+        """Judge the run, derive the publishable report, and let the exit code say it. The raw report is finished by now."""
+        state = self._state
+        for nodeid in self._crashed:
+            self._write_crash(nodeid)
+        rows = list(state.run.read())
+        self._outcome = outcome(
+            rows,
+            {mark: state.recipe.required(mark) for mark in state.plans},
+            selected=self._selected(),
+            rehearsal=state.recipe.rehearsal,
+            against_publishing=self._against_publishing(),
+            interrupted=state.interrupted,
+            foreign=bool(state.options.endpoint),
+        )
+        problem = self._derive(rows)
+        self._write_run(session, problem)
+        if session.exitstatus == pytest.ExitCode.OK and not self._good():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _good(self) -> bool:
+        result = self._outcome
+        return result is not None and (result.met or result.subset or bool(self._state.options.endpoint))
+
+    def _selected(self) -> dict[str, frozenset[str]]:
+        cases = self._state.stage.cases.values()
+        return {mark: frozenset(check for m, check in cases if m == mark) for mark in self._state.plans}
+
+    def _write_crash(self, nodeid: str) -> None:
+        state = self._state
+        mark, check = state.stage.cases[nodeid]
+        case = Case(state.run.run_id, nodeid, check, check.partition(".")[0], mark, state.recipe.name, state.plans[mark].fingerprint)
+        state.run.append(row(case, Verdict(Status.ERROR, "HARNESS", "the xdist worker crashed in this case"), None, started=utc_now(), elapsed_s=0.0))
+
+    def _against_publishing(self) -> list[str]:
+        state, reasons = self._state, list(self._tampered)
+        if state.recipe.wrapper == "any":
+            reasons.append(f"recipe {state.recipe.name} accepts any wrapper tree")
+        for mark, made in state.plans.items():
+            reasons += [f"{mark}: {reason}" for reason in made.settings.unpublishable]
+        if state.options.profile:
+            reasons.append(f"--dspark-profile {state.options.profile} was given")
+        return reasons
+
+    def _derive(self, rows: list[dict[str, Any]]) -> str:
+        """publish/junit.xml; returns why it could not be derived, or an empty text."""
+        verdicts = {f"{r['profile']}/{r['check']}": (r["verdict"], r["message"]) for r in rows}
+        folder = self._state.run.path / "publish"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            derived = junit.derive(self._raw, verdicts)
+            raw_ids = junit.case_ids(self._raw.read_bytes())
+        except (ValueError, OSError) as error:
+            return str(error)
+        if set(raw_ids) != set(junit.case_ids(derived)):
+            return "publish/junit.xml would not hold the cases of junit.xml"
+        write_whole(folder / "junit.xml", derived.decode("utf-8") + "\n")
+        return ""
+
+    def _write_run(self, session: pytest.Session, problem: str) -> None:
+        state = self._state
+        assert self._outcome is not None
+        state.run.write(
+            "run.json",
+            {
+                "schema": 1,
+                "run": state.run.run_id,
+                "status": "interrupted" if state.interrupted else "complete",
+                "ended": utc_now(),
+                "exit_status": int(session.exitstatus),
+                "recipe": {"name": state.recipe.name, "sha256": state.recipe.sha256, "sources": list(state.recipe.sources)},
+                "profiles": state.stage.summary(),
+                "junit_problem": problem or None,
+                **self._outcome.as_json(),
+            },
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        result = self._outcome
+        if result is None:
+            return
+        terminalreporter.section("dspark")
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(result.counts.items())) or "no case"
+        terminalreporter.write_line(f"verdicts: {counts}")
+        for mark, made in self._state.plans.items():
+            terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
+        for reason in result.reasons[:8]:
+            terminalreporter.write_line(f"  - {reason[:300]}")
+        if len(result.reasons) > 8:
+            terminalreporter.write_line(f"  … and {len(result.reasons) - 8} more in run.json")
+
+    def _last_line(self) -> None:
+        result = self._outcome
+        if result is None:
+            return
+        word = {True: "accepted", False: "NOT accepted", None: "acceptance not applicable"}[result.accepted]
+        if self._state.recipe.rehearsal and not result.subset:
+            word = "rehearsal met every requirement" if result.met else "rehearsal did NOT meet every requirement"
+        if result.subset:
+            word = "subset: not an acceptance"
+        print(f"dspark: {word}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
+

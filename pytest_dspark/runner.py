@@ -1,0 +1,64 @@
+"""One check, from the question to the row: acquire, measure, judge, write. No pytest in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pytest_dspark.checks import Check
+from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.errors import BlockedError, DsparkError
+from pytest_dspark.evidence import Case, RunFolder, Stopwatch, row
+from pytest_dspark.verdict import Finding, Status, Verdict
+
+_STATUS_OF_CODE = {"CAPACITY": Status.CAPACITY, "NOT_IMPLEMENTED": Status.NOT_IMPLEMENTED}
+
+
+def verdict_of(error: DsparkError) -> Verdict:
+    """The verdict of an error: BLOCKED for what was not tried, CAPACITY for what cannot fit, ERROR otherwise."""
+    if isinstance(error, BlockedError):
+        return Verdict(Status.BLOCKED, error.code, error.message)
+    return Verdict(_STATUS_OF_CODE.get(error.code, Status.ERROR), error.code, error.message)
+
+
+def run_check(
+    stage: Any,
+    run: RunFolder,
+    case: Case,
+    check: Check,
+    settings: Mapping[str, Any],
+    *,
+    on_engine: Callable[[], None] = lambda: None,
+) -> Verdict:
+    """Measure and judge one check of one profile, and write its row before anything is raised or returned."""
+    watch = Stopwatch.started()
+    finding: Finding | None = None
+    try:
+        finding = _measure(stage, case, check, settings, on_engine)
+        verdict = check.judge(finding, settings)
+    except DsparkError as error:
+        verdict = verdict_of(_cause(stage, case, check, error))
+    run.append(row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s))
+    return verdict
+
+
+def _measure(stage: Any, case: Case, check: Check, settings: Mapping[str, Any], on_engine: Callable[[], None]) -> Finding:
+    if check.source == "stage":
+        return check.measure(stage, case.profile, settings)
+    place = stage.acquire(case.profile)
+    on_engine()
+    endpoint = Endpoint(place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: stage.alive(case.profile))
+    try:
+        return check.measure(endpoint, settings=settings)
+    finally:
+        endpoint.close()
+
+
+def _cause(stage: Any, case: Case, check: Check, error: DsparkError) -> DsparkError:
+    """A request that failed because a rank ended is reported as that rank's end, whatever the socket said."""
+    if check.source == "stage" or isinstance(error, BlockedError):
+        return error
+    cause: DsparkError | None = stage.diagnose(case.profile)
+    if cause is None or cause.code == error.code:
+        return error
+    return DsparkError(cause.code, f"{cause.message} (the request ended with {error})")

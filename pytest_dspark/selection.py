@@ -1,0 +1,33 @@
+"""Which profiles an invocation asks for: pure functions over a marker expression.
+
+A profile is wanted when the expression needs its mark: `production and gate` wants production, `not production` wants
+nothing, and neither does an empty expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pytest_dspark.recipe import LANES
+
+PROFILE_MARKS = ("long1m", "production", "breakable_ab")
+
+Matches = Callable[[frozenset[str]], bool]
+
+
+def wanted(matches: Matches, lanes: Sequence[str] = LANES) -> tuple[str, ...]:
+    """The profiles that the expression needs, in launch order."""
+    sets = [frozenset[str](), *(frozenset({lane}) for lane in lanes)]
+    return tuple(mark for mark in PROFILE_MARKS if any(matches(lane | {mark}) and not matches(lane) for lane in sets))
+
+
+def wanted_by_ids(args: Iterable[str]) -> tuple[str, ...]:
+    """The profiles named in brackets by node ids, in launch order."""
+    brackets = [arg.partition("[")[2].rstrip("]").split("-") for arg in args if "::" in arg and "[" in arg]
+    return tuple(mark for mark in PROFILE_MARKS if any(mark in parts for parts in brackets))
+
+
+def order(mark: str, check: str) -> tuple[int, int]:
+    """Profiles in launch order; within one the launch first, then the gate, and the teardown last."""
+    lane = check.partition(".")[0]
+    return PROFILE_MARKS.index(mark), {"launch": 0, "gate": 1, "niah": 8, "teardown": 9}.get(lane, 5)
