@@ -52,14 +52,20 @@ def outcome(
     verdicts: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         verdicts.setdefault((row["profile"], row["check"]), []).append(row["verdict"])
-    missing = [(mark, check) for mark, checks in required.items() for check in checks if check not in selected.get(mark, ())]
+    missing = [
+        (mark, check) for mark, checks in required.items() for check in checks if check not in selected.get(mark, ())
+    ]
     unmet = [
         f"{mark}: {check} is {' and '.join(verdicts.get((mark, check), ['missing']))}"
         for mark, checks in required.items()
         for check in checks
         if (mark, check) not in missing and set(verdicts.get((mark, check), [])) != {"PASS"}
     ]
-    reasons = [*unmet, *_no_requirement(required), *(f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD)]
+    reasons = [
+        *unmet,
+        *_no_requirement(required),
+        *(f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD),
+    ]
     met = not unmet and not missing and bool(required) and all(required.values()) and not interrupted
     subset = bool(missing)
     accepted = None if rehearsal or subset or foreign else met

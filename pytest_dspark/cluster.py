@@ -289,7 +289,9 @@ def _host(entry: object, where: str) -> HostEntry:
         raise ConfigError("CLUSTER_INVALID", f"{where}: expected exactly one of docker and process = true")
     docker = str(entry.get("docker", ""))
     if docker and not docker.startswith(("unix:///", "ssh://")):
-        raise ConfigError("CLUSTER_INVALID", f"{where}: docker must be unix:///… or ssh://user@host:port, found {docker!r}")
+        raise ConfigError(
+            "CLUSTER_INVALID", f"{where}: docker must be unix:///… or ssh://user@host:port, found {docker!r}"
+        )
     env = entry.get("env", {})
     for key, value in env.items():
         if not isinstance(value, str):
@@ -300,8 +302,11 @@ def _host(entry: object, where: str) -> HostEntry:
 def _check_keys(table: Mapping[str, object], known: Mapping[str, type], where: str) -> None:
     for key, value in table.items():
         if key not in known:
-            raise ConfigError("CLUSTER_INVALID", f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                "CLUSTER_INVALID", f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known))}"
+            )
         if type(value) is not known[key]:
             raise ConfigError(
-                "CLUSTER_INVALID", f"{where}: {key} must be {known[key].__name__}, found {type(value).__name__} {value!r}"
+                "CLUSTER_INVALID",
+                f"{where}: {key} must be {known[key].__name__}, found {type(value).__name__} {value!r}",
             )

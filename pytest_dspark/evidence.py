@@ -96,7 +96,9 @@ def new_run(root: Path, *, now: datetime | None = None) -> RunFolder:
     """Create a run folder, exclusively. Raises USAGE if it would lie inside a git work tree or cannot be created."""
     tree = work_tree(root)
     if tree:
-        raise ConfigError("USAGE", f"--dspark-out {root}: evidence must lie outside git work trees, this one is inside {tree}")
+        raise ConfigError(
+            "USAGE", f"--dspark-out {root}: evidence must lie outside git work trees, this one is inside {tree}"
+        )
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
     run_id = f"{stamp}-{secrets.token_hex(4)}"
     path = root / "runs" / run_id
@@ -127,7 +129,9 @@ class Case:
     fingerprint: str
 
 
-def row(case: Case, verdict: Verdict, finding: Finding | None, *, started: str, elapsed_s: float, attempt: int = 1) -> dict[str, Any]:
+def row(
+    case: Case, verdict: Verdict, finding: Finding | None, *, started: str, elapsed_s: float, attempt: int = 1
+) -> dict[str, Any]:
     """One row of rows.jsonl. `finding` is null when nothing could be measured; the code and message say why."""
     return {
         "schema": ROW_SCHEMA,

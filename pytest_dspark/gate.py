@@ -93,7 +93,9 @@ class Sheet:
     comparisons: list[Comparison] = field(default_factory=list)
     not_observable: list[str] = field(default_factory=list)
 
-    def add(self, what: str, rank: int | None, expected: Any, found: Any, relation: str = "equal", fault: str = "engine") -> None:
+    def add(
+        self, what: str, rank: int | None, expected: Any, found: Any, relation: str = "equal", fault: str = "engine"
+    ) -> None:
         self.comparisons.append(Comparison(what, rank, expected, found, relation, fault))
 
     def data(self) -> dict[str, Any]:
@@ -111,7 +113,9 @@ def hold(comparison: Mapping[str, Any]) -> bool:
     if relation == "absent":
         return not found
     if relation == "superset":
-        return isinstance(found, Mapping) and all(key in found and found[key] == value for key, value in expected.items())
+        return isinstance(found, Mapping) and all(
+            key in found and found[key] == value for key, value in expected.items()
+        )
     return False
 
 
@@ -123,7 +127,9 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG0
         model = all(comparison["fault"] == "model" for comparison in broken)
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         return Verdict(
-            Status.FAIL if model else Status.ERROR, "WRONG_ANSWER" if model else "GATE_FAILED", sentence(broken[0]) + more
+            Status.FAIL if model else Status.ERROR,
+            "WRONG_ANSWER" if model else "GATE_FAILED",
+            sentence(broken[0]) + more,
         )
     if not comparisons:
         reasons = "; ".join(finding.data["not_observable"]) or "nothing was compared"
@@ -225,7 +231,9 @@ def _symmetry(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None
     for rank in ranks[1:]:
         mine = mask_argv(without_rank(serve_argv(first.facts.path, first.facts.args)))
         theirs = mask_argv(without_rank(serve_argv(rank.facts.path, rank.facts.args)))
-        sheet.add("command line equal to rank 0 but for rank, headless and addresses", rank.number, list(mine), list(theirs))
+        sheet.add(
+            "command line equal to rank 0 but for rank, headless and addresses", rank.number, list(mine), list(theirs)
+        )
         sheet.add("environment equal to rank 0 but for declared keys", rank.number, {}, _differences(plan, first, rank))
         sheet.add("image equal to rank 0", rank.number, first.facts.image_id, rank.facts.image_id)
     if len(ranks) == 1:
@@ -250,9 +258,20 @@ def _environment(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> N
             found = [text for name, _, text in entries if name == key]
             secret = key in spec.secrets
             same = found == [value]
-            sheet.add(f"PID 1 environment {key}", rank.number, ["***"] if secret else [value], (["***"] if same else ["*** (differs)"]) if secret else found)
+            sheet.add(
+                f"PID 1 environment {key}",
+                rank.number,
+                ["***"] if secret else [value],
+                (["***"] if same else ["*** (differs)"]) if secret else found,
+            )
         for key in plan.recipe.env_absent:
-            sheet.add(f"PID 1 environment {key}", rank.number, None, [text for name, _, text in entries if name == key], "absent")
+            sheet.add(
+                f"PID 1 environment {key}",
+                rank.number,
+                None,
+                [text for name, _, text in entries if name == key],
+                "absent",
+            )
 
 
 def _restarts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
@@ -292,14 +311,33 @@ def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> N
         sheet.not_observable.append("the profile asks for no compilation configuration")
         return
     for rank in ranks:
-        sheet.add("compilation configuration on the command line", rank.number, dict(wanted), _json_flag(rank, "--compilation-config"), "superset")
+        sheet.add(
+            "compilation configuration on the command line",
+            rank.number,
+            dict(wanted),
+            _json_flag(rank, "--compilation-config"),
+            "superset",
+        )
         log = rank.log
         if log.compilation:
-            sheet.add("compilation configuration that the engine logged", rank.number, dict(wanted), log.compilation, "superset")
+            sheet.add(
+                "compilation configuration that the engine logged",
+                rank.number,
+                dict(wanted),
+                log.compilation,
+                "superset",
+            )
         else:
-            sheet.not_observable.append(f"rank {rank.number} logs no engine configuration; its command line and markers stand for it")
+            sheet.not_observable.append(
+                f"rank {rank.number} logs no engine configuration; its command line and markers stand for it"
+            )
         if "cudagraph_strict" in wanted and log.graph_runtime is not None:
-            sheet.add("CUDA_GRAPH_RUNTIME strict", rank.number, str(wanted["cudagraph_strict"]).lower(), log.graph_runtime.get("strict"))
+            sheet.add(
+                "CUDA_GRAPH_RUNTIME strict",
+                rank.number,
+                str(wanted["cudagraph_strict"]).lower(),
+                log.graph_runtime.get("strict"),
+            )
     if not any(rank.log.compilation for rank in ranks):
         sheet.add("engine configuration line", 0, "one in the head's log", None, "present")
 
@@ -322,12 +360,20 @@ def _markers(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     for marker in _applicable(plan, "required"):
         for rank in ranks:
             if not marker.applies_to(rank.number):
-                sheet.not_observable.append(f"{marker.name} on rank {rank.number}: {marker.unobservable or 'printed by other ranks'}")
+                sheet.not_observable.append(
+                    f"{marker.name} on rank {rank.number}: {marker.unobservable or 'printed by other ranks'}"
+                )
             elif not all(meets(condition, rank.environment) for condition in marker.observable):
                 sheet.not_observable.append(f"{marker.name} on rank {rank.number}: {marker.unobservable}")
             else:
                 hit = search(rank.log_text, marker.pattern)
-                sheet.add(f"log marker {marker.name}", rank.number, marker.pattern.pattern, hit and [hit[0], hit[1]], "present")
+                sheet.add(
+                    f"log marker {marker.name}",
+                    rank.number,
+                    marker.pattern.pattern,
+                    hit and [hit[0], hit[1]],
+                    "present",
+                )
 
 
 def _forbidden(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
@@ -350,7 +396,13 @@ def _canaries(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None
             fault = "model" if answer.get("answered") else "engine"
             sheet.add(f"canary {canary.name}", None, True, answer["ok"], fault=fault)
             if not answer["ok"]:
-                sheet.add(f"canary {canary.name}: {answer['message']}", None, canary.expect or dict(canary.expect_json) or canary.tool, answer["text"], fault=fault)
+                sheet.add(
+                    f"canary {canary.name}: {answer['message']}",
+                    None,
+                    canary.expect or dict(canary.expect_json) or canary.tool,
+                    answer["text"],
+                    fault=fault,
+                )
     if not plan.recipe.canaries:
         sheet.not_observable.append("the recipe has no canary")
 
@@ -374,7 +426,9 @@ class GateReport:
 
     @property
     def first_failure(self) -> tuple[str, Verdict] | None:
-        bad = ((name, verdict) for name, verdict in self.verdicts.items() if verdict.status in (Status.FAIL, Status.ERROR))
+        bad = (
+            (name, verdict) for name, verdict in self.verdicts.items() if verdict.status in (Status.FAIL, Status.ERROR)
+        )
         return next(bad, None)
 
 
@@ -454,7 +508,9 @@ def ask(endpoint: Endpoint, canary: Canary) -> dict[str, Any]:
         "text": reply.text[:500],
         "tool_calls": [[call.name, call.arguments[:500]] for call in reply.tool_calls],
         "finish_reason": reply.finish_reason,
-        "usage": {"prompt_tokens": reply.usage.prompt_tokens, "completion_tokens": reply.usage.completion_tokens} if reply.usage else None,
+        "usage": {"prompt_tokens": reply.usage.prompt_tokens, "completion_tokens": reply.usage.completion_tokens}
+        if reply.usage
+        else None,
         "message": message,
     }
 
@@ -463,7 +519,9 @@ def canary_prompt(canary: Canary) -> str:
     """The question; a retrieval canary stands between two halves of filler with the needle in the middle."""
     if not canary.filler:
         return canary.prompt
-    sentences = [f"Note {n}: the lamp by the gate was lit at dusk and put out at dawn." for n in range(1, 2 * canary.filler + 1)]
+    sentences = [
+        f"Note {n}: the lamp by the gate was lit at dusk and put out at dawn." for n in range(1, 2 * canary.filler + 1)
+    ]
     half = canary.filler
     return "\n".join([*sentences[:half], canary.needle, *sentences[half:], "", canary.prompt])
 
@@ -487,7 +545,9 @@ def weather_tool(name: str) -> dict[str, Any]:
 def judge_canary(canary: Canary, reply: Reply) -> tuple[bool, str]:
     """Whether the answer is right, and if not, why."""
     if canary.kind == "tool":
-        return judge_tool([(call.name, call.arguments) for call in reply.tool_calls], canary.tool, dict(canary.expect_json))
+        return judge_tool(
+            [(call.name, call.arguments) for call in reply.tool_calls], canary.tool, dict(canary.expect_json)
+        )
     if reply.finish_reason != "stop":
         return False, f"finish_reason is {reply.finish_reason!r}, expected 'stop'"
     if canary.kind == "json":
@@ -529,7 +589,9 @@ def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> 
         "status": "FAIL" if errors else "PASS",
         "evidence": {
             "profile": plan.profile.name,
-            "expected_cudagraph_implementation": (plan.settings.values.get(plan.recipe.compilation) or {}).get("cudagraph_implementation"),
+            "expected_cudagraph_implementation": (plan.settings.values.get(plan.recipe.compilation) or {}).get(
+                "cudagraph_implementation"
+            ),
             "runtime_identity": {_role(rank): _identity(plan, rank) for rank in ranks},
             "models": {"ids": api.model_ids, "max_model_len": api.max_model_len, "version": api.version or None},
             **_canary_sections(plan, api),
@@ -537,7 +599,11 @@ def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> 
         },
         "errors": errors,
         "requirements": {
-            name: {"verdict": str(report.verdicts[name].status), "message": report.verdicts[name].message, **finding.data}
+            name: {
+                "verdict": str(report.verdicts[name].status),
+                "message": report.verdicts[name].message,
+                **finding.data,
+            }
             for name, finding in report.findings.items()
         },
     }
@@ -551,9 +617,20 @@ def _canary_sections(plan: Plan, api: Api) -> dict[str, Any]:
     """The three sections by their known names, and all canaries under theirs."""
     answers = {name: dict(answer) for name, answer in api.canaries.items()}
     tool = next((c.name for c in plan.recipe.canaries if c.kind == "tool"), "")
-    sections = {"semantic": answers.get("semantic"), "tool_call": answers.get(tool), "retrieval": answers.get("retrieval")}
+    sections = {
+        "semantic": answers.get("semantic"),
+        "tool_call": answers.get(tool),
+        "retrieval": answers.get("retrieval"),
+    }
     known: dict[str, Any] = {
-        key: {"content": value["text"], "finish_reason": value["finish_reason"], "usage": value.get("usage"), "pass": value["ok"]} if value else None
+        key: {
+            "content": value["text"],
+            "finish_reason": value["finish_reason"],
+            "usage": value.get("usage"),
+            "pass": value["ok"],
+        }
+        if value
+        else None
         for key, value in sections.items()
     }
     if known["tool_call"] is not None:
@@ -585,7 +662,9 @@ def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
         "restart_count": rank.facts.restart_count,
         "started_at": rank.facts.started_at,
         "label_mismatches": {
-            key: {"expected": value, "actual": labels.get(key)} for key, value in wanted.items() if labels.get(key) != value
+            key: {"expected": value, "actual": labels.get(key)}
+            for key, value in wanted.items()
+            if labels.get(key) != value
         },
     }
 

@@ -92,7 +92,10 @@ def _await_line(site: Site, rank: int, pattern: str, limit_s: float, started: Ma
         _check_cancelled(site)
         check_running(site, started)
         if site.clock() > deadline:
-            raise LaunchError("RENDEZVOUS_TIMEOUT", f"rank {rank} ({site.plan.specs[rank].host}) {_waited(site, rank, limit_s, 'its rendezvous line')}")
+            raise LaunchError(
+                "RENDEZVOUS_TIMEOUT",
+                f"rank {rank} ({site.plan.specs[rank].host}) {_waited(site, rank, limit_s, 'its rendezvous line')}",
+            )
         beat = _heartbeat(site, rank, beat)
         site.sleep(site.plan.recipe.launch.poll_s)
 
@@ -135,10 +138,16 @@ def check_running(site: Site, ids: Mapping[int, str]) -> None:
 def lost(site: Site, found: Mapping[int, RankState]) -> LaunchError | None:
     """The rank that ended the engine. One that failed comes before one that ended with code 0: a head whose worker was
     killed ends with code 0 itself, and is not the cause."""
-    down = sorted((rank for rank, state in found.items() if state.status != "running"), key=lambda rank: (found[rank].exit_code == 0, rank))
+    down = sorted(
+        (rank for rank, state in found.items() if state.status != "running"),
+        key=lambda rank: (found[rank].exit_code == 0, rank),
+    )
     for rank, state in found.items():
         if state.status == "running" and state.restart_count:
-            return LaunchError("RANK_RESTARTED", f"rank {rank} ({site.plan.specs[rank].host}) was restarted {state.restart_count} times")
+            return LaunchError(
+                "RANK_RESTARTED",
+                f"rank {rank} ({site.plan.specs[rank].host}) was restarted {state.restart_count} times",
+            )
     if not down:
         return None
     others = "; ".join(f"rank {rank} then ended with code {found[rank].exit_code}" for rank in down[1:])
@@ -146,7 +155,9 @@ def lost(site: Site, found: Mapping[int, RankState]) -> LaunchError | None:
     code = "OOM_KILLED" if state.oom_killed else "RANK_EXITED"
     where = f"rank {down[0]} ({site.plan.specs[down[0]].host})"
     tail = f"last log lines: {last_lines(site.log_path(down[0]))}"
-    return LaunchError(code, f"{where} is {state.status} with exit code {state.exit_code}{'; ' + others if others else ''}; {tail}")
+    return LaunchError(
+        code, f"{where} is {state.status} with exit code {state.exit_code}{'; ' + others if others else ''}; {tail}"
+    )
 
 
 def diagnose(site: Site, engine: Engine) -> LaunchError | None:
@@ -175,7 +186,10 @@ def await_ready(site: Site, engine: Engine, endpoint: Endpoint) -> float:
         if site.clock() - begin > limits.ready_s:
             state = "the API answers but no token was generated" if api_up else "the API does not answer"
             code = "ENGINE_WEDGED" if api_up else "READY_TIMEOUT"
-            raise LaunchError(code, f"not ready after {limits.ready_s:g} s: {state}; head's last log lines: {last_lines(site.log_path(0))}")
+            raise LaunchError(
+                code,
+                f"not ready after {limits.ready_s:g} s: {state}; head's last log lines: {last_lines(site.log_path(0))}",
+            )
         beat = _heartbeat(site, 0, beat)
         site.sleep(limits.poll_s)
 
@@ -319,11 +333,21 @@ def adopt(site: Site, *, run_id: str | None) -> Engine:
             what = state.status if state else "not there"
             raise LaunchError("LAUNCH_FAILED", f"{spec.host}: {spec.name} is {what}, expected a running rank to use")
         if run_id is not None and state.labels.get(RUN_LABEL) != run_id:
-            raise LaunchError("NAME_TAKEN", f"{spec.host}: {spec.name} belongs to run {state.labels.get(RUN_LABEL)}, expected the kept run {run_id}")
+            raise LaunchError(
+                "NAME_TAKEN",
+                f"{spec.host}: {spec.name} belongs to run {state.labels.get(RUN_LABEL)}, expected the kept run {run_id}",
+            )
         if run_id is not None and state.labels.get(FINGERPRINT_LABEL) != site.plan.fingerprint:
-            raise LaunchError("NAME_TAKEN", f"{spec.host}: the kept {spec.name} was launched from another plan; stop it with dspark stop --run {run_id}")
+            raise LaunchError(
+                "NAME_TAKEN",
+                f"{spec.host}: the kept {spec.name} was launched from another plan; stop it with dspark stop --run {run_id}",
+            )
     states_ = [state for state in found if state is not None]
-    engine = Engine(run_id or states_[0].labels.get(RUN_LABEL, ""), tuple(state.rank_id for state in states_), owned=run_id is not None)
+    engine = Engine(
+        run_id or states_[0].labels.get(RUN_LABEL, ""),
+        tuple(state.rank_id for state in states_),
+        owned=run_id is not None,
+    )
     for spec in site.plan.specs:
         site.host(spec).follow(engine.rank_ids[spec.rank], site.log_path(spec.rank))
     return engine

@@ -93,7 +93,9 @@ def settle(profile: Profile, recipe: Recipe) -> Settings:
             raise _invalid(profile, line, f"unknown knob {key}, expected one of {_knob_names(recipe)}")
     for knob in recipe.knobs:
         if knob.required and knob.name not in texts:
-            raise ConfigError("PROFILE_INVALID", f"{profile.path}: knob {knob.name} is missing, recipe {recipe.name} requires it")
+            raise ConfigError(
+                "PROFILE_INVALID", f"{profile.path}: knob {knob.name} is missing, recipe {recipe.name} requires it"
+            )
     values = {name: _typed(profile, recipe, name, text) for name, text in texts.items()}
     hit = [limit for limit in recipe.limits if all(meets(condition, values) for condition in limit.when)]
     _refuse(profile, hit)
@@ -120,7 +122,9 @@ def _invalid(profile: Profile, line: int, message: str) -> ConfigError:
 def _refuse(profile: Profile, limits: Iterable[Limit]) -> None:
     for limit in limits:
         if limit.effect == "refuse":
-            knobs = sorted({condition.knob.split(".")[0] for condition in limit.when} & {key for key, _, _ in profile.values})
+            knobs = sorted(
+                {condition.knob.split(".")[0] for condition in limit.when} & {key for key, _, _ in profile.values}
+            )
             where = ", ".join(f"{knob} (line {profile.line(knob)})" for knob in knobs)
             raise ConfigError("PROFILE_REFUSED", f"{profile.path}: {where}: {limit.reason}")
 
@@ -175,7 +179,9 @@ def plan(profile: Profile, recipe: Recipe, cluster: Cluster, *, mark: str, pytho
         "port": str(port),
         "python": python,
     }
-    specs = tuple(_spec(rank, entry, common, settings, recipe, cluster, mark) for rank, entry in enumerate(cluster.hosts))
+    specs = tuple(
+        _spec(rank, entry, common, settings, recipe, cluster, mark) for rank, entry in enumerate(cluster.hosts)
+    )
     return Plan(
         mark=mark,
         profile=profile,
@@ -200,9 +206,15 @@ def _check_hosts(recipe: Recipe, cluster: Cluster) -> None:
     for entry in cluster.hosts:
         for key in recipe.serve.host_keys:
             if not getattr(entry, key):
-                raise ConfigError("CLUSTER_INVALID", f"{cluster.source}: host {entry.name}: {key} is missing, recipe {recipe.name} needs it")
+                raise ConfigError(
+                    "CLUSTER_INVALID",
+                    f"{cluster.source}: host {entry.name}: {key} is missing, recipe {recipe.name} needs it",
+                )
         if entry.process and not recipe.serve.process:
-            raise ConfigError("CLUSTER_INVALID", f"{cluster.source}: host {entry.name}: recipe {recipe.name} does not say how to run a process")
+            raise ConfigError(
+                "CLUSTER_INVALID",
+                f"{cluster.source}: host {entry.name}: recipe {recipe.name} does not say how to run a process",
+            )
 
 
 def _rank_env(recipe: Recipe, cluster: Cluster) -> frozenset[str]:
@@ -245,7 +257,13 @@ def _filled(groups: Iterable[Iterable[str]], names: Mapping[str, str]) -> list[s
 
 
 def _spec(
-    rank: int, entry: HostEntry, common: Mapping[str, str], settings: Settings, recipe: Recipe, cluster: Cluster, mark: str
+    rank: int,
+    entry: HostEntry,
+    common: Mapping[str, str],
+    settings: Settings,
+    recipe: Recipe,
+    cluster: Cluster,
+    mark: str,
 ) -> RankSpec:
     serve, names = recipe.serve, _names(rank, entry, common, recipe)
     argv = _filled((*serve.argv, *(serve.argv_worker if rank else serve.argv_head)), names)
@@ -269,13 +287,22 @@ def _spec(
     )
 
 
-def _environment(entry: HostEntry, settings: Settings, recipe: Recipe, names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _environment(
+    entry: HostEntry, settings: Settings, recipe: Recipe, names: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
     """Recipe, then profile pass-through, then the host's own; the later wins. Raises on what the recipe forbids."""
     filled = {key: _fill(value, names) for key, value in recipe.env}
-    merged = {key: value for key, value in filled.items() if value is not None} | dict(settings.environment) | dict(entry.env)
+    merged = (
+        {key: value for key, value in filled.items() if value is not None}
+        | dict(settings.environment)
+        | dict(entry.env)
+    )
     for key in recipe.env_absent:
         if key in merged:
-            raise ConfigError("PROFILE_REFUSED", f"{key} must be absent from the environment, recipe {recipe.name} says; host {entry.name}")
+            raise ConfigError(
+                "PROFILE_REFUSED",
+                f"{key} must be absent from the environment, recipe {recipe.name} says; host {entry.name}",
+            )
     return tuple(sorted(merged.items()))
 
 

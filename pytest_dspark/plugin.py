@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,11 +32,32 @@ POSTPONED = pytest.StashKey[Any]()
 ROW_WRITTEN = pytest.StashKey[bool]()
 
 _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("cluster", {"metavar": "FILE|rehearsal", "help": "where the ranks live: a cluster.toml, or two emulated ranks on this machine"}),
-    ("recipe", {"metavar": "NAME|FILE", "help": "what is true of the engine build (default: the cluster file's, else dspark-sm121)"}),
+    (
+        "cluster",
+        {
+            "metavar": "FILE|rehearsal",
+            "help": "where the ranks live: a cluster.toml, or two emulated ranks on this machine",
+        },
+    ),
+    (
+        "recipe",
+        {
+            "metavar": "NAME|FILE",
+            "help": "what is true of the engine build (default: the cluster file's, else dspark-sm121)",
+        },
+    ),
     ("profile", {"metavar": "NAME|FILE", "help": "serve this profile under the one selected profile mark; recorded"}),
-    ("out", {"metavar": "DIR", "help": "where runs are kept, outside every git work tree (default: the user's data folder)"}),
-    ("endpoint", {"metavar": "URL", "help": "ask this running OpenAI-compatible server; nothing is launched, never publishable"}),
+    (
+        "out",
+        {
+            "metavar": "DIR",
+            "help": "where runs are kept, outside every git work tree (default: the user's data folder)",
+        },
+    ),
+    (
+        "endpoint",
+        {"metavar": "URL", "help": "ask this running OpenAI-compatible server; nothing is launched, never publishable"},
+    ),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
 )
 _FLAGS: tuple[tuple[str, str], ...] = (
@@ -90,17 +112,15 @@ def wanted_marks(config: pytest.Config) -> tuple[str, ...]:
 
 def _refuse_unknown_marks(config: pytest.Config) -> None:
     """A mistyped mark would select nothing and look like a quiet day."""
-    seen: set[str] = set()
     expression = config.getoption("markexpr") or ""
-    if not expression:
-        return
-    Expression.compile(expression).evaluate(lambda name, **_: bool(seen.add(name)))
-    for flip in (True, False):
-        Expression.compile(expression).evaluate(lambda name, **_: bool(seen.add(name)) or flip)
+    words = re.findall(r"[^\W\d]\w*", re.sub(r"\([^()]*=[^()]*\)", "", expression))
+    seen = set(words) - {"and", "or", "not", "True", "False", "None"}
     known = {line.partition(":")[0].partition("(")[0].strip() for line in config.getini("markers")}
     unknown = sorted(seen - known)
     if unknown:
-        raise pytest.UsageError(f"-m {expression!r}: {', '.join(unknown)} is no registered mark, expected some of {', '.join(sorted(known))}")
+        raise pytest.UsageError(
+            f"-m {expression!r}: {', '.join(unknown)} is no registered mark, expected some of {', '.join(sorted(known))}"
+        )
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
@@ -144,7 +164,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
     _refuse_modes(config, given, marks)
-    state = _usage(lambda: controller_state(given, marks, out=option(config, "out"), keep=_flag(config, "keep"), attach=_flag(config, "attach"), say=_speaker(config)))
+    state = _usage(
+        lambda: controller_state(
+            given,
+            marks,
+            out=option(config, "out"),
+            keep=_flag(config, "keep"),
+            attach=_flag(config, "attach"),
+            say=_speaker(config),
+        )
+    )
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
@@ -159,14 +188,22 @@ def _refuse_modes(config: pytest.Config, given: setup.Options, marks: tuple[str,
     if not (given.cluster or given.endpoint):
         raise pytest.UsageError(setup.no_cluster(marks))
     if given.cluster and given.endpoint:
-        raise pytest.UsageError("--dspark-cluster and --dspark-endpoint exclude each other: one launches, the other does not")
+        raise pytest.UsageError(
+            "--dspark-cluster and --dspark-endpoint exclude each other: one launches, the other does not"
+        )
     if _flag(config, "keep") and _flag(config, "attach"):
-        raise pytest.UsageError("--dspark-keep and --dspark-attach exclude each other: an attached engine is never stopped")
+        raise pytest.UsageError(
+            "--dspark-keep and --dspark-attach exclude each other: an attached engine is never stopped"
+        )
     if config.getoption("dist", "no") not in ("no", "load"):
-        raise pytest.UsageError(f"--dist {config.getoption('dist')}: profiles take turns on one engine, which needs --dist load (what -n gives)")
+        raise pytest.UsageError(
+            f"--dist {config.getoption('dist')}: profiles take turns on one engine, which needs --dist load (what -n gives)"
+        )
     method = config.getoption("timeout_method", None) or config.getini("timeout_method")
     if method == "thread":
-        raise pytest.UsageError("timeout method thread kills pytest without teardown and report; use --timeout-method=signal")
+        raise pytest.UsageError(
+            "timeout method thread kills pytest without teardown and report; use --timeout-method=signal"
+        )
 
 
 def _junit_path(config: pytest.Config, state: State) -> Path:
@@ -221,15 +258,26 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     state = config.stash.get(STATE, None)
     if state is None:
         return []
-    sources = [f"{name}={option(config, name)} ({'option' if config.getoption(f'dspark_{name}') else 'ini'})" for name, _ in _OPTIONS if option(config, name)]
+    sources = [
+        f"{name}={option(config, name)} ({'option' if config.getoption(f'dspark_{name}') else 'ini'})"
+        for name, _ in _OPTIONS
+        if option(config, name)
+    ]
     lines = [f"{mark}={made.profile.name} fingerprint {made.fingerprint}" for mark, made in state.plans.items()]
-    return [f"dspark: run {state.run.run_id}, recipe {state.recipe.name}, {', '.join(sources)}", f"dspark: {', '.join(lines)}"]
+    return [
+        f"dspark: run {state.run.run_id}, recipe {state.recipe.name}, {', '.join(sources)}",
+        f"dspark: {', '.join(lines)}",
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("profiles")
     if mark and "dspark_profile" in metafunc.fixturenames:
-        cases = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in selection.PROFILE_MARKS if name in mark.args]
+        cases = [
+            pytest.param(name, marks=getattr(pytest.mark, name))
+            for name in selection.PROFILE_MARKS
+            if name in mark.args
+        ]
         metafunc.parametrize("dspark_profile", cases, scope="session")
 
 
@@ -253,7 +301,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=gone)
     kept = [item for item in items if item not in set(gone)]
     plain = [item for item in kept if not profile_of(item)]
-    ours = sorted((item for item in kept if profile_of(item)), key=lambda item: selection.order(profile_of(item), check_of(item)))
+    ours = sorted(
+        (item for item in kept if profile_of(item)), key=lambda item: selection.order(profile_of(item), check_of(item))
+    )
     items[:] = plain + ours
 
 
@@ -261,7 +311,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     state = session.config.stash.get(STATE, None)
     if state is not None and not session.config.getoption("collectonly"):
-        state.stage.expect([(item.nodeid, profile_of(item), check_of(item)) for item in session.items if profile_of(item)])
+        state.stage.expect(
+            [(item.nodeid, profile_of(item), check_of(item)) for item in session.items if profile_of(item)]
+        )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -317,6 +369,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    made = session.config.stash.get(RECORDER, None)
+    if made is not None:
+        made.finish(session)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     state = config.stash.get(STATE, None)
     if state is not None:
@@ -343,7 +402,9 @@ def engine(request: pytest.FixtureRequest, dspark_profile: str) -> Iterator[Endp
     if state is None:
         pytest.fail(setup.no_cluster((dspark_profile,)), pytrace=False)
     place = state.stage.acquire(dspark_profile)
-    endpoint = Endpoint(place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: state.stage.alive(dspark_profile))
+    endpoint = Endpoint(
+        place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: state.stage.alive(dspark_profile)
+    )
     _arm_timeout(request.node)
     yield endpoint
     endpoint.close()
@@ -360,7 +421,14 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:  # 
     if state is None:
         pytest.fail(setup.no_cluster((profile_of(node),)), pytrace=False)
     case = _case(node, state)
-    result = run_check(state.stage, state.run, case, resolve(case.check), state.recipe.checks.get(case.lane, {}), on_engine=lambda: _arm_timeout(node))
+    result = run_check(
+        state.stage,
+        state.run,
+        case,
+        resolve(case.check),
+        state.recipe.checks.get(case.lane, {}),
+        on_engine=lambda: _arm_timeout(node),
+    )
     node.stash[ROW_WRITTEN] = True
     if result.status in (Status.ERROR, Status.BLOCKED, Status.CAPACITY):
         pytest.fail(str(result), pytrace=False)

@@ -85,7 +85,9 @@ def _git(tree: Path, *words: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(tree), *words], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError("WRAPPER_DIRTY", f"{tree}: git could not say whether the wrapper tree is clean: {error}") from error
+        raise LaunchError(
+            "WRAPPER_DIRTY", f"{tree}: git could not say whether the wrapper tree is clean: {error}"
+        ) from error
     return done.stdout
 
 
@@ -94,13 +96,18 @@ def wrapper_problems(plan: Plan, wrapper: Mapping[str, Any]) -> Iterator[DsparkE
     if plan.recipe.wrapper == "clean" and changes:
         shown = ", ".join(change.strip() for change in changes[:5])
         more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
-        yield LaunchError("WRAPPER_DIRTY", f"{wrapper['tree']}: recipe {plan.recipe.name} needs a clean wrapper tree, found {shown}{more}")
+        yield LaunchError(
+            "WRAPPER_DIRTY",
+            f"{wrapper['tree']}: recipe {plan.recipe.name} needs a clean wrapper tree, found {shown}{more}",
+        )
 
 
 # --- identity
 
 
-def image_problems(plan: Plan, images: Mapping[str, ImageFacts], facts: Mapping[str, HostFacts]) -> Iterator[DsparkError]:
+def image_problems(
+    plan: Plan, images: Mapping[str, ImageFacts], facts: Mapping[str, HostFacts]
+) -> Iterator[DsparkError]:
     """Image id, architecture and labels of every host against the pins, and the ids against each other."""
     for host, image in images.items():
         yield from _pin_problems(plan, host, image, facts[host])
@@ -122,13 +129,19 @@ def _pin_problems(plan: Plan, host: str, image: ImageFacts, facts: HostFacts) ->
             f"the recipe pins a {pins.id_kind} digest: only like is compared with like",
         )
     elif pins.image_id and image.image_id != pins.image_id:
-        yield LaunchError("IDENTITY_MISMATCH", f"{host}: image is {image.image_id}, recipe {plan.recipe.name} pins {pins.image_id}")
+        yield LaunchError(
+            "IDENTITY_MISMATCH", f"{host}: image is {image.image_id}, recipe {plan.recipe.name} pins {pins.image_id}"
+        )
     if pins.architecture and image.architecture != pins.architecture:
-        yield LaunchError("IDENTITY_MISMATCH", f"{host}: image architecture is {image.architecture}, expected {pins.architecture}")
+        yield LaunchError(
+            "IDENTITY_MISMATCH", f"{host}: image architecture is {image.architecture}, expected {pins.architecture}"
+        )
     for key, value in plan.recipe.labels:
         found = image.labels.get(key)
         if value and found != value:
-            yield LaunchError("IDENTITY_MISMATCH", f"{host}: image label {key} is {found!r}, recipe {plan.recipe.name} pins {value!r}")
+            yield LaunchError(
+                "IDENTITY_MISMATCH", f"{host}: image label {key} is {found!r}, recipe {plan.recipe.name} pins {value!r}"
+            )
 
 
 # --- one host
@@ -153,7 +166,9 @@ def name_problems(host: Host, spec: RankSpec) -> Iterator[DsparkError]:
 def describe_holder(host: str, state: RankState) -> str:
     run = state.labels.get(RUN_LABEL)
     owner = f"belongs to run {run} (if that run is dead: dspark stop --run {run})" if run else "is not ours"
-    return f"{host}: {state.name} ({state.rank_id[:24]}, {state.status}) is there already and {owner}; it was left alone"
+    return (
+        f"{host}: {state.name} ({state.rank_id[:24]}, {state.status}) is there already and {owner}; it was left alone"
+    )
 
 
 def port_problems(host: Host, ports: Mapping[str, int]) -> Iterator[DsparkError]:
@@ -173,19 +188,26 @@ def _pinned_file_problems(plan: Plan, host: Host, entry: HostEntry) -> Iterator[
     if pins.manifest_sha256 and entry.manifest:
         found = file_sha256(host, entry.manifest)
         if found != pins.manifest_sha256:
-            yield LaunchError("IDENTITY_MISMATCH", f"{host.name}: sha256 of {entry.manifest} is {found}, recipe pins {pins.manifest_sha256}")
+            yield LaunchError(
+                "IDENTITY_MISMATCH",
+                f"{host.name}: sha256 of {entry.manifest} is {found}, recipe pins {pins.manifest_sha256}",
+            )
     if pins.model_marker and entry.model:
         text = host.read(["cat", f"{entry.model}/{pins.model_marker}"])
         revision = text.text.strip() if text.code == 0 else "not readable"
         if revision != pins.model_revision:
-            yield LaunchError("IDENTITY_MISMATCH", f"{host.name}: model revision is {revision}, recipe pins {pins.model_revision}")
+            yield LaunchError(
+                "IDENTITY_MISMATCH", f"{host.name}: model revision is {revision}, recipe pins {pins.model_revision}"
+            )
 
 
 def file_sha256(host: Host, path: str) -> str:
     """sha256 of a file on the host, read there; raises HostError if it cannot be read."""
     done = host.read(["sha256sum", path], timeout=60.0)
     if done.code != 0:
-        raise HostError("MODEL_MISSING", f"{host.name}: {path} cannot be read: {done.stderr.decode('utf-8', 'replace').strip()}")
+        raise HostError(
+            "MODEL_MISSING", f"{host.name}: {path} cannot be read: {done.stderr.decode('utf-8', 'replace').strip()}"
+        )
     return done.text.split()[0].lstrip("\\")
 
 

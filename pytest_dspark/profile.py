@@ -86,7 +86,9 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError("PROFILE_INVALID", f"{path}: expected a readable file, found {error.strerror or error}") from error
+        raise ConfigError(
+            "PROFILE_INVALID", f"{path}: expected a readable file, found {error.strerror or error}"
+        ) from error
 
 
 def _text(raw: bytes, path: Path) -> str:
@@ -158,7 +160,9 @@ def _quoted(key: str, value: str, refuse: Callable[[str], NoReturn]) -> str:
     """The text between the quotes: one JSON object, on which bash and dotenv agree."""
     body = value[1:-1]
     if len(value) < 2 or not value.endswith("'") or "'" in body:
-        refuse(f"expected {key}='{{…}}', found text after the closing quote or none; a quote in JSON is written \\u0027")
+        refuse(
+            f"expected {key}='{{…}}', found text after the closing quote or none; a quote in JSON is written \\u0027"
+        )
     if "\\\\" in body:
         refuse(f"expected one meaning of {key}, found two backslashes, which some readers halve; write \\u005c")
     if not body.startswith("{"):

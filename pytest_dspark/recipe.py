@@ -20,9 +20,27 @@ from pytest_dspark.errors import ConfigError
 
 PLACEHOLDER = re.compile(r"\{([A-Za-z][A-Za-z0-9_]*)\}")
 PLAN_NAMES = frozenset(
-    "nnodes rank headless master_addr master_port port address interface rdma model model_source cache manifest python bundle".split()
+    [
+        "nnodes",
+        "rank",
+        "headless",
+        "master_addr",
+        "master_port",
+        "port",
+        "address",
+        "interface",
+        "rdma",
+        "model",
+        "model_source",
+        "cache",
+        "manifest",
+        "python",
+        "bundle",
+    ]
 )
-RANK_NAMES = frozenset({"rank", "headless", "address", "interface", "rdma", "model_source", "cache", "manifest", "bundle"})
+RANK_NAMES = frozenset(
+    {"rank", "headless", "address", "interface", "rdma", "model_source", "cache", "manifest", "bundle"}
+)
 KNOB_TYPES = ("int", "float", "str", "json")
 _T = TypeVar("_T")
 LANES = ("gate", "correctness", "concurrency", "performance", "dataset", "niah")
@@ -234,7 +252,9 @@ def _read_chain(path: Path, depth: int = 0) -> tuple[dict[str, Any], tuple[Path,
     if base is None:
         return data, (path,)
     if depth > 3 or not isinstance(base, str):
-        raise ConfigError("RECIPE_INVALID", f"{path}: extends must name a recipe beside it, at most 4 deep; found {base!r}")
+        raise ConfigError(
+            "RECIPE_INVALID", f"{path}: extends must name a recipe beside it, at most 4 deep; found {base!r}"
+        )
     below, sources = _read_chain(find_recipe(base, [path.parent]), depth + 1)
     return _merged(below, data), (*sources, path)
 
@@ -265,8 +285,30 @@ def _overlaid(data: dict[str, Any], overlay: Mapping[str, Any], where: str) -> d
 
 
 _TOP_KEYS = frozenset(
-    "schema name about engine rehearsal wrapper profiles acceptance pins labels serve env env_absent passthrough noop_env knobs "
-    "limit marker canary launch compilation checks".split()
+    [
+        "schema",
+        "name",
+        "about",
+        "engine",
+        "rehearsal",
+        "wrapper",
+        "profiles",
+        "acceptance",
+        "pins",
+        "labels",
+        "serve",
+        "env",
+        "env_absent",
+        "passthrough",
+        "noop_env",
+        "knobs",
+        "limit",
+        "marker",
+        "canary",
+        "launch",
+        "compilation",
+        "checks",
+    ]
 )
 
 
@@ -305,7 +347,9 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
 def _known(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     for key in table:
         if key not in known:
-            raise ConfigError("RECIPE_INVALID", f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known))}")
+            raise ConfigError(
+                "RECIPE_INVALID", f"{where}: unknown key {key!r}, expected one of {', '.join(sorted(known))}"
+            )
 
 
 def _text(table: Mapping[str, Any], key: str, where: str) -> str:
@@ -333,13 +377,15 @@ def _build(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
 
 
 def _groups(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(value, list) or not all(isinstance(g, list) and all(isinstance(t, str) for t in g) for g in value):
+    if not isinstance(value, list) or not all(
+        isinstance(g, list) and all(isinstance(t, str) for t in g) for g in value
+    ):
         raise ConfigError("RECIPE_INVALID", f"{where} must be a list of lists of texts")
     return tuple(tuple(group) for group in value)
 
 
 def _serve(table: dict[str, Any], where: str) -> Serve:
-    options = tuple((k, tuple(v) if isinstance(v, list) else str(v)) for k, v in table.get("options", {}).items())
+    options = tuple((k, tuple(v) if isinstance(v, list) else str(v)) for k, v in table.get("options", {}).items() if v)
     plain = {key: value for key, value in table.items() if key != "options"}
     for key in ("argv", "argv_head", "argv_worker"):
         if key in plain:
@@ -353,7 +399,9 @@ def _knob(name: str, table: dict[str, Any], where: str) -> Knob:
     where = f"{where}: knobs.{name}"
     knob = _build(Knob, {**table, "name": name, "choices": tuple(table.get("choices", ()))}, where)
     if knob.type not in KNOB_TYPES:
-        raise ConfigError("RECIPE_INVALID", f"{where}: type must be one of {', '.join(KNOB_TYPES)}, found {knob.type!r}")
+        raise ConfigError(
+            "RECIPE_INVALID", f"{where}: type must be one of {', '.join(KNOB_TYPES)}, found {knob.type!r}"
+        )
     if knob.use not in ("argv", "record", "experimental"):
         raise ConfigError("RECIPE_INVALID", f"{where}: use must be argv, record or experimental, found {knob.use!r}")
     return knob
@@ -395,7 +443,9 @@ def _pattern(text: str, where: str) -> re.Pattern[str]:
 
 def _canary(table: dict[str, Any], where: str) -> Canary:
     if table.get("kind") not in ("exact", "code", "json", "tool"):
-        raise ConfigError("RECIPE_INVALID", f"{where}: kind must be exact, code, json or tool, found {table.get('kind')!r}")
+        raise ConfigError(
+            "RECIPE_INVALID", f"{where}: kind must be exact, code, json or tool, found {table.get('kind')!r}"
+        )
     expect_json = tuple(sorted(table.get("expect_json", {}).items()))
     canary = _build(Canary, {**table, "expect_json": expect_json}, where)
     if not (canary.expect or canary.expect_json or canary.tool):
@@ -420,7 +470,10 @@ def _check_names(recipe: Recipe, where: str) -> None:
     used = {name for template in _templates(recipe) for name in placeholders(template)}
     knobs = {knob.name for knob in recipe.knobs}
     for name in sorted(used - knobs - PLAN_NAMES):
-        raise ConfigError("RECIPE_INVALID", f"{where}: placeholder {{{name}}} is neither a knob nor one of {', '.join(sorted(PLAN_NAMES))}")
+        raise ConfigError(
+            "RECIPE_INVALID",
+            f"{where}: placeholder {{{name}}} is neither a knob nor one of {', '.join(sorted(PLAN_NAMES))}",
+        )
     for knob in recipe.knobs:
         if knob.use == "argv" and knob.name not in used:
             raise ConfigError("RECIPE_INVALID", f"{where}: knob {knob.name} is used by no argv, environment or image")

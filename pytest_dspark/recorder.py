@@ -84,8 +84,24 @@ class Recorder:
     def _write_crash(self, nodeid: str) -> None:
         state = self._state
         mark, check = state.stage.cases[nodeid]
-        case = Case(state.run.run_id, nodeid, check, check.partition(".")[0], mark, state.recipe.name, state.plans[mark].fingerprint)
-        state.run.append(row(case, Verdict(Status.ERROR, "HARNESS", "the xdist worker crashed in this case"), None, started=utc_now(), elapsed_s=0.0))
+        case = Case(
+            state.run.run_id,
+            nodeid,
+            check,
+            check.partition(".")[0],
+            mark,
+            state.recipe.name,
+            state.plans[mark].fingerprint,
+        )
+        state.run.append(
+            row(
+                case,
+                Verdict(Status.ERROR, "HARNESS", "the xdist worker crashed in this case"),
+                None,
+                started=utc_now(),
+                elapsed_s=0.0,
+            )
+        )
 
     def _against_publishing(self) -> list[str]:
         state, reasons = self._state, list(self._tampered)
@@ -123,7 +139,11 @@ class Recorder:
                 "status": "interrupted" if state.interrupted else "complete",
                 "ended": utc_now(),
                 "exit_status": int(session.exitstatus),
-                "recipe": {"name": state.recipe.name, "sha256": state.recipe.sha256, "sources": list(state.recipe.sources)},
+                "recipe": {
+                    "name": state.recipe.name,
+                    "sha256": state.recipe.sha256,
+                    "sources": list(state.recipe.sources),
+                },
                 "profiles": state.stage.summary(),
                 "junit_problem": problem or None,
                 **self._outcome.as_json(),
@@ -154,4 +174,3 @@ class Recorder:
         if result.subset:
             word = "subset: not an acceptance"
         print(f"dspark: {word}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
-

@@ -80,7 +80,9 @@ class RemoteStage:
 
     def _connection(self) -> Connection:
         if not hasattr(self._local, "connection"):
-            self._local.connection = Client(self._address.path, family="AF_UNIX", authkey=bytes.fromhex(self._address.key))
+            self._local.connection = Client(
+                self._address.path, family="AF_UNIX", authkey=bytes.fromhex(self._address.key)
+            )
         connection: Connection = self._local.connection
         return connection
 

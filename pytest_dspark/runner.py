@@ -42,12 +42,16 @@ def run_check(
     return verdict
 
 
-def _measure(stage: Any, case: Case, check: Check, settings: Mapping[str, Any], on_engine: Callable[[], None]) -> Finding:
+def _measure(
+    stage: Any, case: Case, check: Check, settings: Mapping[str, Any], on_engine: Callable[[], None]
+) -> Finding:
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     place = stage.acquire(case.profile)
     on_engine()
-    endpoint = Endpoint(place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: stage.alive(case.profile))
+    endpoint = Endpoint(
+        place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: stage.alive(case.profile)
+    )
     try:
         return check.measure(endpoint, settings=settings)
     finally:

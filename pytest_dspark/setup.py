@@ -48,7 +48,15 @@ def rehearsal_cluster(environ: Mapping[str, str] = os.environ) -> Cluster:
     env = tuple(sorted((key, value) for key, value in environ.items() if key.startswith("REHEARSAL_")))
     bundle = str(PACKAGE / "rehearsal")
     hosts = tuple(
-        HostEntry(name=f"rehearsal-{n}", address=f"127.0.0.{n}", process=True, interface="lo", rdma="none", bundle=bundle, env=env)
+        HostEntry(
+            name=f"rehearsal-{n}",
+            address=f"127.0.0.{n}",
+            process=True,
+            interface="lo",
+            rdma="none",
+            bundle=bundle,
+            env=env,
+        )
         for n in (1, 2)
     )
     return Cluster(name="rehearsal", hosts=hosts, recipe=REHEARSAL, port=18888, master_port=18900, source="rehearsal")
@@ -77,7 +85,9 @@ def make_plans(options: Options, marks: Iterable[str]) -> dict[str, Plan]:
     cluster = read_cluster(options)
     recipe = read_recipe(options, cluster)
     if options.profile and len(marks) != 1:
-        raise ConfigError("USAGE", f"--dspark-profile goes with exactly one profile mark, found {', '.join(marks) or 'none'}")
+        raise ConfigError(
+            "USAGE", f"--dspark-profile goes with exactly one profile mark, found {', '.join(marks) or 'none'}"
+        )
     return {mark: _plan(mark, options, recipe, cluster or endpoint_cluster(options)) for mark in marks}
 
 
@@ -94,7 +104,17 @@ def endpoint_cluster(options: Options) -> Cluster:
     """What stands for the cluster of a server that somebody else runs: one host of which nothing is known."""
     if not options.endpoint:
         raise ConfigError("USAGE", no_cluster(()))
-    host = HostEntry(name="endpoint", address="endpoint", docker="unix:///nowhere", interface="-", rdma="-", model="-", cache="-", manifest="-", bundle="-")
+    host = HostEntry(
+        name="endpoint",
+        address="endpoint",
+        docker="unix:///nowhere",
+        interface="-",
+        rdma="-",
+        model="-",
+        cache="-",
+        manifest="-",
+        bundle="-",
+    )
     return Cluster(name="endpoint", hosts=(host,), api=options.endpoint, source="--dspark-endpoint")
 
 

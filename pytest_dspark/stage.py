@@ -156,7 +156,7 @@ class Stage:
             if session.report is None:
                 session.launch_error = error
             self._say(f"{session.mark}: {error}")
-            if session.site and session.engine is None or self._cancelled.is_set():
+            if (session.site and session.engine is None) or self._cancelled.is_set():
                 self._release(session)
 
     def _acquire(self, session: Session) -> None:
@@ -254,7 +254,8 @@ class Stage:
             {
                 "phases": list(session.phases),
                 "ranks": [
-                    {"rank": spec.rank, "host": spec.host, "id": session.started.get(spec.rank)} for spec in session.plan.specs
+                    {"rank": spec.rank, "host": spec.host, "id": session.started.get(spec.rank)}
+                    for spec in session.plan.specs
                 ],
                 "reused": session.reused,
                 "attached": self._options.attach,
@@ -328,7 +329,9 @@ class Stage:
             return
         if self._options.keep and not interrupted and session.error is None and session.engine and session.engine.owned:
             self._kept.keep(session.plan, session.engine.run_id)
-            self._say(f"{session.mark}: left running as asked (--dspark-keep); stop it with dspark stop --run {session.engine.run_id}")
+            self._say(
+                f"{session.mark}: left running as asked (--dspark-keep); stop it with dspark stop --run {session.engine.run_id}"
+            )
             return
         self._release(session)
 

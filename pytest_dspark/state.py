@@ -80,7 +80,9 @@ def controller_state(
     return State(options, plans, recipe, run, stage, say, controller=True)
 
 
-def _stage(plans: Mapping[str, Plan], run: RunFolder, root: Path, keep: bool, attach: bool, say: Callable[[str], None]) -> Stage:
+def _stage(
+    plans: Mapping[str, Plan], run: RunFolder, root: Path, keep: bool, attach: bool, say: Callable[[str], None]
+) -> Stage:
     def opened(entry: HostEntry, plan: Plan) -> Host:
         return open_host(entry, cluster=plan.cluster.name, state=root / "hosts")
 
@@ -144,9 +146,11 @@ class ForeignStage:
         raise _nothing(mark)
 
     def summary(self) -> dict[str, Any]:
-        return {mark: {"profile": plan.profile.name, "fingerprint": plan.fingerprint, "launched": False, "proven": False} for mark, plan in self._plans.items()}
+        return {
+            mark: {"profile": plan.profile.name, "fingerprint": plan.fingerprint, "launched": False, "proven": False}
+            for mark, plan in self._plans.items()
+        }
 
 
 def _nothing(mark: str) -> DsparkError:
     return DsparkError("NOT_IMPLEMENTED", f"{mark}: nothing is launched or proven with --dspark-endpoint")
-

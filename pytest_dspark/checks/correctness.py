@@ -46,7 +46,11 @@ def _ask(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: 
 def _token_limit(reply: Mapping[str, Any]) -> Verdict | None:
     """The budget ended before there was an answer: apart from wrong, and apart from infrastructure."""
     if reply["finish_reason"] == "length":
-        return Verdict(Status.TOKEN_LIMIT, "TOKEN_LIMIT", f"the budget ended after {reply['completion_tokens']} tokens, before the answer was finished")
+        return Verdict(
+            Status.TOKEN_LIMIT,
+            "TOKEN_LIMIT",
+            f"the budget ended after {reply['completion_tokens']} tokens, before the answer was finished",
+        )
     return None
 
 
@@ -75,8 +79,12 @@ def judge_arithmetic(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
         return PASS
     if cut and right + len(cut) >= floor:
         return cut[0]
-    wrong = next(f"{case['prompt']!r}: {result.message}" for case, result in zip(cases, results, strict=True) if not result.ok)
-    return Verdict(Status.FAIL, "WRONG_ANSWER", f"{right} of {len(cases)} right, expected at least {floor}; first wrong: {wrong}")
+    wrong = next(
+        f"{case['prompt']!r}: {result.message}" for case, result in zip(cases, results, strict=True) if not result.ok
+    )
+    return Verdict(
+        Status.FAIL, "WRONG_ANSWER", f"{right} of {len(cases)} right, expected at least {floor}; first wrong: {wrong}"
+    )
 
 
 # --- JSON
@@ -108,8 +116,17 @@ def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  
 def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
     """One forced call of one tool, streamed, so that its arguments must be put together again."""
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    reply = _ask(endpoint, settings, settings["tool_prompt"], tools=[weather_tool("get_weather")], tool_choice=choice, stream=True)
-    return Finding("correctness.tool", {"tool": "get_weather", "expect": {"city": settings["tool_city"]}, "reply": reply})
+    reply = _ask(
+        endpoint,
+        settings,
+        settings["tool_prompt"],
+        tools=[weather_tool("get_weather")],
+        tool_choice=choice,
+        stream=True,
+    )
+    return Finding(
+        "correctness.tool", {"tool": "get_weather", "expect": {"city": settings["tool_city"]}, "reply": reply}
+    )
 
 
 def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001

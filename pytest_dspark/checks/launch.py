@@ -21,7 +21,9 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG0
         return Verdict(Status.ERROR, error["code"], error["message"])
     reached = [phase["phase"] for phase in finding.data["phases"] if phase["ok"]]
     if "ready" not in reached:
-        return Verdict(Status.ERROR, "LAUNCH_FAILED", f"the launch ended before readiness, after {', '.join(reached) or 'nothing'}")
+        return Verdict(
+            Status.ERROR, "LAUNCH_FAILED", f"the launch ended before readiness, after {', '.join(reached) or 'nothing'}"
+        )
     return PASS
 
 

@@ -1,0 +1,49 @@
+# Each target works alone on a fresh machine with python3 (3.11 or later) and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+LAB    := lab/lab
+
+.PHONY: help install test rehearse lab lab-faults lab-down clean
+
+help:
+	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
+	@echo "make test        ruff, mypy --strict and the plugin's own tests"
+	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
+	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
+	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
+
+# dev tools are wanted by `make test` alone
+$(BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(BIN)/.installed-dev: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+install: $(BIN)/.installed
+
+test: $(BIN)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests
+
+rehearse: $(BIN)/.installed
+	$(BIN)/python -m pytest -m production --dspark-cluster rehearsal
+
+lab: $(BIN)/.installed
+	$(LAB) all
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest -m production --dspark-cluster lab/cluster.toml
+
+lab-faults: $(BIN)/.installed-dev
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py
+
+lab-down:
+	$(LAB) down $(WIPE)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

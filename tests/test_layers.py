@@ -1,0 +1,91 @@
+"""The one-way flow: who may import what."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "pytest_dspark"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "rehearsal" not in path.parts)
+ALLOWED = {
+    "pytest": {"plugin.py", "recorder.py"},
+    "_pytest": {"plugin.py"},
+    "xdist": {"plugin.py"},
+    "requests": {"endpoint.py", "docker.py", "ssh.py"},
+    "urllib3": {"endpoint.py", "docker.py", "ssh.py"},
+    "docker": {"docker.py", "ssh.py"},
+    "paramiko": {"ssh.py"},
+    "tiktoken": {"tokens.py"},
+    "prometheus_client": {"metrics.py"},
+}
+STDLIB_ALONE = ("acceptance.py", "verdict.py", "junit.py", "errors.py", "selection.py", "evidence.py")
+
+
+def imports(path: Path, *, top_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_only else ast.walk(tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_libraries_are_imported_where_they_belong(path):
+    tops = {name.partition(".")[0] for name in imports(path)}
+    for library, where in ALLOWED.items():
+        assert library not in tops or path.name in where, f"{path.name} imports {library}"
+
+
+@pytest.mark.parametrize("name", STDLIB_ALONE)
+def test_what_a_stranger_needs_is_standard_library_alone(name):
+    tops = {name.partition(".")[0] for name in imports(PACKAGE / name)}
+    assert tops <= set(sys.stdlib_module_names) | {"pytest_dspark"}
+
+
+def test_hosts_are_imported_lazily():
+    """A machine without docker and paramiko can run process hosts."""
+    package = imports(PACKAGE / "hosts" / "__init__.py", top_only=True)
+    assert not {
+        name
+        for name in package
+        if name.startswith(("docker", "paramiko", "pytest_dspark.hosts.docker", "pytest_dspark.hosts.ssh"))
+    }
+    assert not {name.partition(".")[0] for name in imports(PACKAGE / "hosts" / "process.py")} & {"docker", "paramiko"}
+
+
+def test_checks_know_no_hosts_and_hosts_know_no_endpoint():
+    for path in (PACKAGE / "checks").glob("*.py"):
+        assert not any("hosts" in name or name.endswith(".launch") for name in imports(path)), path
+    for path in (PACKAGE / "hosts").glob("*.py"):
+        assert not any(name.startswith(("pytest_dspark.endpoint", "pytest_dspark.checks")) for name in imports(path)), (
+            path
+        )
+
+
+def test_the_rehearsal_is_independent():
+    for path in (PACKAGE / "rehearsal").glob("*.py"):
+        tops = {name.partition(".")[0] for name in imports(path)}
+        assert "pytest_dspark" not in tops, path
+    for path in MODULES:
+        assert not any(name.startswith("pytest_dspark.rehearsal") for name in imports(path)), path
+
+
+def test_no_import_cycles():
+    graph = {}
+    for path in MODULES:
+        name = ".".join(["pytest_dspark", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+        graph[name] = imports(path, top_only=True)
+    known = {name: {other for other in graph if other in uses and other != name} for name, uses in graph.items()}
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        for other in known[name]:
+            walk(other, (*trail, name))
+
+    for name in known:
+        walk(name, ())
