@@ -107,17 +107,18 @@ def test_values_lines_and_sum(tmp_path: Path) -> None:
         ("A='{}' # x", "closing quote"),
         ("A='{}''{}'", "closing quote"),
         ("A='{\"a\":1}x'", "Extra data"),
-        ("A='{\"a\":1,\"a\":2}'", "twice"),
-        ("A='{\"b\":{\"a\":1,\"a\":2}}'", "twice"),
+        ('A=\'{"a":1,"a":2}\'', "twice"),
+        ('A=\'{"b":{"a":1,"a":2}}\'', "twice"),
         ("A='{\"a\":NaN}'", "NaN"),
         ("A='{\"a\":-Infinity}'", "Infinity"),
         ("A='{\"a\":1e999}'", "range"),
-        ("A='{\"a\":\"\\ud800\"}'", "surrogate"),
-        ("A='{\"a\":\"\\\\n\"}'", "u005c"),
+        ('A=\'{"a":"\\ud800"}\'', "surrogate"),
+        ('A=\'{"a":"\\\\n"}\'', "u005c"),
+        ("A='{\"a\":\"${HOME}\"}'", "u0024"),
         ("A='{\"a\":\t1}'", "control"),
         ("A='{a:1}'", "JSON object"),
         ("A='" + '{"a":' * 20000 + "'", "nested"),
-        ("A='{\"a\":" + "1" * 5000 + "}'", "JSON object"),
+        ('A=\'{"a":' + "1" * 5000 + "}'", "JSON object"),
         ("oops", "no '='"),
         ("=1", "a name"),
         ("1A=1", "a name"),
@@ -168,14 +169,27 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["HF_TOKEN=hf_planted secret", "HF_TOKEN='hf_planted'", "export HF_TOKEN=hf_planted", " HF_TOKEN=hf_planted", "HF_TOKEN =hf_planted$"]
+    "line",
+    [
+        "HF_TOKEN=hf_planted secret",
+        "HF_TOKEN='hf_planted'",
+        "export HF_TOKEN=hf_planted",
+        " HF_TOKEN=hf_planted",
+        "HF_TOKEN =hf_planted$",
+    ],
 )
 def test_a_refused_value_is_not_repeated(tmp_path: Path, line: str) -> None:
     assert "hf_planted" not in refusal(tmp_path, line)
 
 
 def test_every_name_of_bash_is_refused(tmp_path: Path) -> None:
-    names = subprocess.run(["bash", "--norc", "-c", "compgen -v"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)
+    names = subprocess.run(
+        ["bash", "--norc", "-c", "compgen -v"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "RANDOM" in names.stdout
     for name in names.stdout.split():
         assert "bash keeps" in refusal(tmp_path, f"{name}=1\n")
@@ -184,17 +198,34 @@ def test_every_name_of_bash_is_refused(tmp_path: Path) -> None:
 ALPHABET = "abcXYZ019_./:@%+,=^-#~$`\\\"'*?[]{}()<>|&;! \té\u2028"
 KEYS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(alphabet="ab é$`'\\\"#~*\n", max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(alphabet="ab $", max_size=3), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(alphabet="ab é$`'\\\"#~*\n", max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(alphabet="ab $", max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
-QUOTED = st.dictionaries(st.text(alphabet="abc_", max_size=4), JSON_VALUES, max_size=3).map(lambda o: f"'{json.dumps(o, ensure_ascii=False)}'")
+QUOTED = st.dictionaries(st.text(alphabet="abc_", max_size=4), JSON_VALUES, max_size=3).map(
+    lambda o: f"'{json.dumps(o, ensure_ascii=False)}'"
+)
 VALUES = st.text(alphabet=ALPHABET, max_size=8) | st.from_regex(r"[a-z0-9_./:@%+,=^#-]{0,10}", fullmatch=True) | QUOTED
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(KEYS, VALUES), min_size=1, max_size=6))
-@example([("A", "a=b"), ("B", "a#b"), ("C", "=x"), ("D", "-n"), ("E", "x,y:z@w%2+^"), ("F", "'{\"a\":\"$HOME `id` # \\u005c\"}'")])
+@example(
+    [
+        ("A", "a=b"),
+        ("B", "a#b"),
+        ("C", "=x"),
+        ("D", "-n"),
+        ("E", "x,y:z@w%2+^"),
+        ("F", '\'{"a":"$HOME `id` # \\u005c"}\''),
+    ]
+)
 def test_accepted_means_what_bash_means(tmp_path: Path, pairs: list[tuple[str, str]]) -> None:
     """Each line alone is accepted or refused; the accepted ones together are compared with bash and Docker."""
     accepted = {}
@@ -249,7 +280,13 @@ SEED = {
 @pytest.mark.parametrize("name", SERVED)
 def test_shipped_profiles_hold_the_runbook_values(name: str) -> None:
     profile = load_profile(PROFILES / f"{name}.env")
-    keys = ("MAX_MODEL_LEN", "MAX_NUM_SEQS", "MAX_NUM_BATCHED_TOKENS", "GPU_MEMORY_UTILIZATION", "KV_CACHE_MEMORY_BYTES")
+    keys = (
+        "MAX_MODEL_LEN",
+        "MAX_NUM_SEQS",
+        "MAX_NUM_BATCHED_TOKENS",
+        "GPU_MEMORY_UTILIZATION",
+        "KV_CACHE_MEMORY_BYTES",
+    )
     *numbers, mode, implementation = SEED[name]
     assert [profile.get(key) for key in keys] == numbers
     assert json.loads(profile.get("COMPILATION_CONFIG_JSON") or "") == {
@@ -269,5 +306,7 @@ def test_shipped_profiles_hold_the_runbook_values(name: str) -> None:
 
 
 def test_only_the_1m_profile_sets_time_outs() -> None:
-    names = [{key for key in as_dict(load_profile(PROFILES / f"{name}.env")) if key.startswith("VLLM_")} for name in SERVED]
+    names = [
+        {key for key in as_dict(load_profile(PROFILES / f"{name}.env")) if key.startswith("VLLM_")} for name in SERVED
+    ]
     assert names == [set(), {"VLLM_ENGINE_ITERATION_TIMEOUT_S", "VLLM_RPC_TIMEOUT"}, set()]

@@ -1,0 +1,109 @@
+"""What may be written anywhere: secrets are replaced by `***` when they are read, in private evidence too.
+
+Two ways, used together: by name (`is_secret_key`, `mask_argv`, `mask_env`), and by value (`mask_text`), because a secret
+that was given under one name turns up in logs, errors and dumps under others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+from urllib.parse import quote
+
+MASK: Final = "***"
+SHORTEST: Final = 4
+# The last word of a name decides: VLLM_API_KEY is a secret, TOKENIZER_MODE and MAX_NUM_BATCHED_TOKENS are not.
+SECRET_NAME: Final = re.compile(
+    r"(?i:.*[_-](?:keys?|token|pass|passwd|password|passphrase|pat|secrets?|credentials?|auth)"
+    r"|.*(?:apikeys?|password|secret|accesstoken)|token|passwd|passphrase|credentials?|authorization)"
+)
+# Names that end like a secret and hold an id, a kind of token or something public.
+PLAIN_NAME: Final = re.compile(
+    r"(?i:(?:.*[_-])?(?:pad|eos|bos|unk|stop|mask|end|start|first|last|next|per|cache|sort|primary|foreign|public|host)[_-](?:token|keys?))"
+)
+# One flag that takes a secret as its next word or after '='.
+FLAG: Final = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)")
+SHAPES: Final = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?i)(\bbearer[ \t]{1,8})[A-Za-z0-9._~+/=-]{4,}",
+        r"(?i)(\bauthorization\\?['\"]?[ \t]{0,8}[:=][ \t]{0,8}\\?['\"]?basic[ \t]{1,8})[A-Za-z0-9+/=]{4,}",
+        r"()\bhf_[A-Za-z0-9_]{4,}",
+        r"()\bgh[pousr]_[A-Za-z0-9]{4,}",
+        r"()\bgithub_pat_[A-Za-z0-9_]{4,}",
+        r"()\bglpat-[A-Za-z0-9_-]{8,}",
+        r"()(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{8,}",
+        r"()\bAKIA[A-Z0-9]{12,}",
+        r"()\bxox[abprs]-[A-Za-z0-9-]{8,}",
+        r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/?#@'\"<>]{1,512}(?=@)",
+        r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[A-Za-z0-9+/=\s:,\\-]{0,20000}",
+        r"(\b[A-Z][A-Z0-9_]{0,60}_(?:KEYS?|TOKEN|PASSWORD|SECRET)=)[^\s\"',;]{1,4096}",
+        r"(\b(?:api[_-]?keys?|hf[_-]token|password|passwd|client_secret|access_token)\\?['\"]?\s{0,4}[:=]\s{0,4}\[?\\?['\"])[^'\"\\]{1,4096}",
+    )
+)
+
+
+def is_secret_key(name: str, declared: Iterable[str] = ()) -> bool:
+    """Whether a value under this name is a secret: declared, or named like one (HF_TOKEN, VLLM_API_KEY, api-key, …)."""
+    if name.lower() in {known.lower() for known in declared}:
+        return True
+    return SECRET_NAME.fullmatch(name) is not None and PLAIN_NAME.fullmatch(name) is None
+
+
+def mask_argv(argv: Sequence[str]) -> tuple[str, ...]:
+    """The command line with secrets replaced: `--api-key X …`, `--api-key=X`, `-e NAME=X`, NAME=X, and secret-shaped words.
+
+    A flag may take several values (`--api-key A B`): each word up to the next flag is replaced. A word that only looks
+    like a flag after a secret flag is replaced too when it has the shape of a secret.
+    """
+    return tuple(_masked_words(argv))
+
+
+def _masked_words(argv: Sequence[str]) -> Iterator[str]:
+    hiding = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        flag = FLAG.fullmatch(name)
+        if flag:
+            secret = is_secret_key(flag[1])
+            hiding = secret and not equals
+            yield f"{name}={MASK}" if secret and equals else mask_text(word)
+        elif hiding:
+            yield MASK
+        elif equals and is_secret_key(name) and value:
+            yield f"{name}={MASK}"
+        else:
+            yield mask_text(word)
+
+
+def mask_env(pairs: Iterable[tuple[str, str]], declared: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+    """Environment pairs with the values of secret names replaced, and secret-shaped parts of the others. Empty stays empty."""
+    known = tuple(declared)
+    return tuple((key, MASK if value and is_secret_key(key, known) else mask_text(value)) for key, value in pairs)
+
+
+def secret_values(pairs: Iterable[tuple[str, str]], declared: Iterable[str] = ()) -> tuple[str, ...]:
+    """The values that `mask_text` should know: those of secret names, of at least four characters."""
+    known = tuple(declared)
+    return tuple(value for key, value in pairs if len(value) >= SHORTEST and is_secret_key(key, known))
+
+
+def mask_text(text: str, values: Iterable[str] = ()) -> str:
+    """The text without the known secret values and without what has the shape of one.
+
+    A value is also found as JSON or a URL would write it. Values under four characters are left alone: they would
+    change half of every text and hide nothing. The result holds none of the values, and masking it again changes nothing.
+    """
+    spellings = {spelling for value in values if len(value) >= SHORTEST and value.strip("*") for spelling in _spellings(value)}
+    if spellings:
+        # The longest first, so that no value is left half standing by a shorter one inside it.
+        text = re.sub("|".join(re.escape(s) for s in sorted(spellings, key=len, reverse=True)), MASK, text)
+    for shape in SHAPES:
+        text = shape.sub(rf"\g<1>{MASK}", text)
+    return text
+
+
+def _spellings(value: str) -> set[str]:
+    return {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], quote(value, safe=""), quote(value)}
