@@ -196,7 +196,7 @@ def test_exit_codes_and_no_zombies(host: ProcessHost) -> None:
     assert host.state(rank).exit_code == 7
     assert host.state(rank).finished_at
     assert proctable.process(int(rank.split(":")[0])) is None
-    with pytest.raises(HostError, match="one: process"):
+    with pytest.raises(HostError, match=r"one: process"):
         host.inspect(rank)
 
 
@@ -240,7 +240,7 @@ def test_leftovers_of_a_dead_owner(opened: Callable[..., ProcessHost], tmp_path:
     assert opened(cluster="another").find("engine") is None
     assert opened(name="two", cluster=cluster).find("engine") is None
     assert host.inspect(rank).path == "sleep"
-    with pytest.raises(HostError, match="one: engine is process .* of run dead-run") as caught:
+    with pytest.raises(HostError, match=r"one: engine is process .* of run dead-run") as caught:
         host.start(spec("true"))
     assert caught.value.code == "NAME_TAKEN"
     host.save_log(rank, tmp_path / "their.log")
@@ -329,7 +329,7 @@ def test_what_cannot_be_started(host: ProcessHost) -> None:
 
 def test_a_running_rank_is_not_removed(host: ProcessHost) -> None:
     rank = host.start(spec("sleep", "60"))
-    with pytest.raises(HostError, match="one: engine .* still runs"):
+    with pytest.raises(HostError, match=r"one: engine .* still runs"):
         host.remove(rank)
 
 

@@ -237,6 +237,7 @@ class ProcessHost:
             os.close(sink)
         first = proctable.process(child.pid)
         assert first is not None, "a child that nobody has reaped is always in the table"
+        _await_marks(first, token)
         return _Rank(first, marks, child, {first})
 
     def _yield_to_older(self, rank: _Rank) -> None:
@@ -353,6 +354,16 @@ def _session(first: Process) -> set[Process]:
     if now is None or now.started != first.started:
         return set()
     return {entry for entry in proctable.table().values() if first.pid in (entry.session, entry.group, entry.pid)}
+
+
+def _await_marks(first: Process, token: str) -> None:
+    """Popen returns when the new program is certain; for some microseconds more the kernel shows no environment of it."""
+    deadline = time.monotonic() + KILL_S
+    while proctable.by_ident(first.ident) and time.monotonic() < deadline:
+        marks = marks_in(proctable.environment(first.pid))
+        if marks and marks.token == token and proctable.command_line(first.pid):
+            return
+        time.sleep(0.001)
 
 
 def _reap(rank: _Rank) -> None:
