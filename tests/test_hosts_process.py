@@ -104,7 +104,7 @@ def test_inspect_is_what_runs(
     monkeypatch.setenv("SECRET_OF_CALLER", "x")
     bundle = tmp_path / "bundle"
     bundle.mkdir()
-    (bundle / "rank.py").write_text("import time; time.sleep(60)")
+    (bundle / "rank.py").write_text("import time; print('up', flush=True); time.sleep(60)")
     (bundle / "labels.json").write_text(json.dumps({"from": "bundle"}))
     host = opened(bundle=str(bundle))
     rank = host.start(spec(sys.executable, str(bundle / "rank.py"), "serve", bundle=str(bundle)))
@@ -115,6 +115,8 @@ def test_inspect_is_what_runs(
     assert facts.labels["from"] == "bundle"
     assert facts.labels[RUN] == "run-1"
     assert facts.image_id == host.image("whatever").image_id
+    host.follow(rank, tmp_path / "log")
+    until(lambda: (tmp_path / "log").read_text())
     (bundle / "rank.py").write_text("changed")
     assert opened(bundle=str(bundle)).inspect(rank).image_id == facts.image_id != host.image("").image_id
 
