@@ -30,15 +30,20 @@ SHAPES: Final = tuple(
     for pattern in (
         r"(?i)(\bbearer[ \t]{1,8})[A-Za-z0-9._~+/=-]{4,}",
         r"(?i)(\bauthorization\\?['\"]?[ \t]{0,8}[:=][ \t]{0,8}\\?['\"]?basic[ \t]{1,8})[A-Za-z0-9+/=]{4,}",
-        r"()\bhf_[A-Za-z0-9_]{4,}",
+        r"()\bhf_(?=[a-z]{0,80}[A-Z0-9])[A-Za-z0-9]{4,}",
         r"()\bgh[pousr]_[A-Za-z0-9]{4,}",
         r"()\bgithub_pat_[A-Za-z0-9_]{4,}",
         r"()\bglpat-[A-Za-z0-9_-]{8,}",
         r"()(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{8,}",
         r"()\bAKIA[A-Z0-9]{12,}",
         r"()\bxox[abprs]-[A-Za-z0-9-]{8,}",
-        r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/?#@'\"<>]{1,512}(?=@)",
+        # A password in any URL; in a web address the user alone may be a token. `ssh://user@host` holds no secret.
+        r"(?i)(\bhttps?://)[^\s/?#@'\"<>]{1,512}(?=@)",
+        r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/?#@:'\"<>]{0,100}:)[^\s/?#@'\"<>]{1,512}(?=@)",
         r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[A-Za-z0-9+/=\s:,\\-]{0,20000}",
+        # A flag inside a shell string or a message; it may take a few values.
+        r"(--(?:[A-Za-z0-9]{1,20}[_-]){0,5}(?:api[_-]?keys?|token|password|passwd|secret)(?:=|[ \t]{1,8})['\"]?)"
+        r"(?!\*\*\*)[^\s'\"-][^\s'\"]{0,4096}(?:['\"]?[ \t]{1,8}['\"]?[^\s'\"\\-][^\s'\"]{0,4096}){0,3}",
         r"(\b[A-Z][A-Z0-9_]{0,60}_(?:KEYS?|TOKEN|PASSWORD|SECRET)=)[^\s\"',;]{1,4096}",
         r"(\b(?:api[_-]?keys?|hf[_-]token|password|passwd|client_secret|access_token)\\?['\"]?\s{0,4}[:=]\s{0,4}\[?\\?['\"])[^'\"\\]{1,4096}",
     )
@@ -106,4 +111,7 @@ def mask_text(text: str, values: Iterable[str] = ()) -> str:
 
 
 def _spellings(value: str) -> set[str]:
-    return {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], quote(value, safe=""), quote(value)}
+    """The value itself, and as JSON (also JSON in JSON), Python and a URL write it."""
+    written = json.dumps(value)[1:-1]
+    again = json.dumps(written)[1:-1]
+    return {value, written, again, json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1], quote(value, safe=""), quote(value)}
