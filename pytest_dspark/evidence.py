@@ -41,7 +41,8 @@ class RunFolder:
         return folder
 
     def write(self, name: str, data: Mapping[str, Any]) -> Path:
-        """Write a JSON file whole or not at all."""
+        """Write a JSON file whole or not at all; `name` may lie in a profile's folder."""
+        (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
         return write_whole(self.path / name, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     def append(self, row: Mapping[str, Any]) -> None:

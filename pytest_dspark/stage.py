@@ -152,12 +152,22 @@ class Stage:
         try:
             self._acquire(session)
         except DsparkError as error:
-            session.error = error
-            if session.report is None:
-                session.launch_error = error
-            self._say(f"{session.mark}: {error}")
-            if (session.site and session.engine is None) or self._cancelled.is_set():
-                self._release(session)
+            self._failed(session, error)
+        except OSError as error:
+            self._failed(session, LaunchError("HARNESS", f"evidence could not be written: {error}"))
+        finally:
+            if session.report is None and session.error is None:
+                self._failed(session, LaunchError("HARNESS", "the launch ended unexpectedly; see the traceback"))
+
+    def _failed(self, session: Session, error: DsparkError) -> None:
+        """Remember the first cause. What was started without being proven ready is stopped now; a failed gate leaves the
+        engine for the teardown case."""
+        session.error = session.error or error
+        if session.report is None:
+            session.launch_error = error
+        self._say(f"{session.mark}: {error}")
+        if session.report is None or self._cancelled.is_set():
+            self._release(session)
 
     def _acquire(self, session: Session) -> None:
         plan = session.plan

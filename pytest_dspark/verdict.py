@@ -44,7 +44,7 @@ class Verdict:
         return self.status is Status.PASS
 
     def __str__(self) -> str:
-        code = f" {self.code}" if self.code else ""
+        code = f" {self.code}" if self.code not in ("", str(self.status)) else ""
         return f"{self.status}{code}: {self.message}" if self.message else f"{self.status}{code}"
 
 

@@ -5,6 +5,12 @@ import pytest
 pytestmark = [pytest.mark.profiles("production", "breakable_ab"), pytest.mark.correctness]
 
 
+@pytest.mark.check("correctness.stream")
+def test_stream(verdict):
+    """A streamed answer that ends at exactly the asked length."""
+    assert verdict.passed, verdict
+
+
 @pytest.mark.check("correctness.arithmetic")
 def test_arithmetic(verdict):
     """Arithmetic questions, at least as many right as the recipe's measured floor."""

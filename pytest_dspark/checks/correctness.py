@@ -159,7 +159,40 @@ def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # 
     return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
 
 
+# --- a long stream
+
+
+def measure_stream(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+    """One streamed answer of a fixed length: end-of-sequence ignored, minimum and maximum equal."""
+    length = settings["stream_tokens"]
+    reply = endpoint.chat(
+        [{"role": "user", "content": settings["stream_prompt"]}],
+        max_tokens=length,
+        min_tokens=length,
+        ignore_eos=True,
+        thinking=settings.get("thinking"),
+        deadline_s=settings["deadline_s"],
+        stream=True,
+    )
+    return Finding("correctness.stream", {"tokens": length, "reply": answer(reply), "done_marker": reply.done_marker})
+
+
+def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+    """PASS if the stream ended at exactly the asked length, as the server itself counted, with text in it."""
+    reply, length = finding.data["reply"], finding.data["tokens"]
+    if reply["completion_tokens"] is None:
+        return Verdict(Status.ERROR, "PROTOCOL", f"the stream carried no usage: {reply['usage_missing']}")
+    if reply["finish_reason"] != "length" or reply["completion_tokens"] != length:
+        found = f"{reply['completion_tokens']} tokens and finish_reason {reply['finish_reason']!r}"
+        return Verdict(Status.FAIL, "WRONG_ANSWER", f"asked for exactly {length} tokens, got {found}")
+    text = reply["text"] + reply["reasoning"]
+    if not text.strip() or "\ufffd" in text:
+        return Verdict(Status.FAIL, "NO_ANSWER" if not text.strip() else "WRONG_ANSWER", f"the streamed text is {text[:80]!r}")
+    return PASS
+
+
 CHECKS = {
+    "stream": Check(measure_stream, judge_stream),
     "arithmetic": Check(measure_arithmetic, judge_arithmetic),
     "json": Check(measure_json, judge_json_answer),
     "tool": Check(measure_tool, judge_tool_call),
