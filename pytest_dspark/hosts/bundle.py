@@ -17,7 +17,11 @@ LABELS = "labels.json"
 
 def architecture() -> str:
     """This machine's architecture by Docker's name."""
-    machine = platform.machine()
+    return docker_architecture(platform.machine())
+
+
+def docker_architecture(machine: str) -> str:
+    """`x86_64` and `aarch64` by the names that images have."""
     return _ARCHITECTURES.get(machine, machine)
 
 

@@ -24,6 +24,7 @@ from pytest_dspark.cluster import HostEntry, HostFacts, ImageFacts, Output, Rank
 from pytest_dspark.errors import HostError
 from pytest_dspark.hosts import proctable
 from pytest_dspark.hosts.bundle import architecture, bundle_facts
+from pytest_dspark.hosts.command import run_here
 from pytest_dspark.hosts.listeners import TABLES, listening_inodes, local_owner
 from pytest_dspark.hosts.logfile import copy_growing, link_or_none, save_longer
 from pytest_dspark.hosts.marks import Marks, marks_for, marks_in
@@ -82,24 +83,8 @@ class ProcessHost:
         return HostFacts("process", uname.node, uname.release, architecture(), address=self._entry.address)
 
     def read(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
-        """Run one command here; a command that is not there ends with code 127. Raises HOST_UNREACHABLE on time-out."""
-        try:
-            child = subprocess.Popen(
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return Output(127, b"", f"{argv[0]}: {error.strerror}".encode())
-        try:
-            stdout, stderr = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-            raise HostError("HOST_UNREACHABLE", f"{self.name}: {argv[0]} did not end within {timeout:g} s") from error
-        return Output(child.returncode, stdout, stderr)
+        """Run one command here; one that is not there ends with code 127. Raises HOST_UNREACHABLE on time-out."""
+        return run_here(self.name, argv, timeout=timeout)
 
     def read_in(self, rank_id: str, argv: Sequence[str], *, timeout: float = 30.0) -> Output:  # noqa: ARG002
         """A process rank lives on the host itself."""
