@@ -1,41 +1,60 @@
 """The waist: the only code that speaks HTTP to the engine, and the only one that imports requests.
 
-A generation request is sent exactly once: no retry, no kept-alive connection that could send it again, no proxy unless
-asked, no compression. Deadlines are this module's own: a library's read time-out starts anew with every packet, so a
-server that pings would never meet it. Durations come from a monotonic clock, stamped when bytes arrive and parsed after.
+A generation request is sent exactly once: every request has a fresh connection, so there is no pooled one that could be
+found dead and tried again, no retry, no redirect, no proxy unless asked, no compression. The body is built and the
+connection made before the first-byte stamp. Bytes are stamped when they are received and read afterwards.
+
+Deadlines are this module's own, since a library's read time-out starts anew with every packet:
+- the overall deadline counts from the call, whatever comes;
+- the stall limit counts from the last event that carried something generated. Comments, pings, empty deltas and usage
+  keep a connection open and are no progress. It counts before the first token too: a long prefill needs a long limit.
 """
 
 from __future__ import annotations
 
 import hashlib
+import http.client
+import io
 import json
+import math
+import select
 import socket
-import threading
+import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, SupportsIndex
 from urllib.parse import urlsplit
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pytest_dspark import sse
-from pytest_dspark.errors import ConfigError, DsparkError, EndpointError
+from pytest_dspark.errors import ConfigError, EndpointError
 from pytest_dspark.metrics import Metrics, read_metrics
+from pytest_dspark.timing import Timing
 
 Messages = Sequence[Mapping[str, Any]]
 
-CONNECT_S = 10.0
-LOOK_S = 0.25
+CONNECT_S = 10.0  # one connection attempt
+ASK_S = 15.0  # /v1/models, /version, /metrics
+HEALTH_S = 5.0
+TICK_S = 0.25  # the longest sleep without a look at the deadlines
+ALIVE_S = 0.75  # between two looks at the engine's life
+LINGER_S = 0.005  # a stream's bytes are read when the line was idle for this long: stamps first, work after
+HOLD_S = 0.05  # but never later than this
+HOLD_BYTES = 1 << 18
+PACKET = 1 << 16
 EXCERPT = 500
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One entry of /v1/models. `max_model_len` is None, with the reason in `problem`, unless it is a number."""
+    """One entry of /v1/models. `max_model_len` is a positive number, also if sent as decimal text; else None with `problem`."""
 
     id: str
     max_model_len: int | None
@@ -61,25 +80,38 @@ class ToolCall:
     arguments: str
 
 
+class TokenLogprob(NamedTuple):
+    """One token with its log probability (natural log; None if not told) and the most likely alternatives."""
+
+    token: str
+    logprob: float | None
+    top: tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds from the moment the request was handed to the socket. None: there was no such event.
+class StreamEvent:
+    """What one event of a stream carried, `at_s` seconds after the first byte sent. Empty: nothing of that kind."""
 
-    first token: the first event that carries generated text of any kind; first answer: the first with content.
-    `events` counts the events that carry text, `gaps` are the seconds between them; neither counts tokens.
-    """
+    at_s: float
+    text: str = ""
+    reasoning: str = ""
+    arguments: str = ""
+    finish_reason: str = ""
 
-    first_token_s: float | None
-    first_answer_s: float | None
-    last_token_s: float | None
-    end_s: float
-    events: int
-    gaps: tuple[float, ...]
+    @property
+    def carries(self) -> bool:
+        """Generated text of any kind."""
+        return bool(self.text or self.reasoning or self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A finished answer. `text` is the content, empty if the server sent null; `done_marker` is None if not streamed."""
+    """A finished answer. `text` is the content, empty if the server sent null; `done_marker` is None if not streamed.
+
+    `usage` is None with the reason in `usage_missing`: a count is never made from events. `timing.first_token_s` is None
+    if nothing with text came: such a request is no sample of anything. `prompt_sha256` is over the prompt's or the
+    messages' JSON as sent. `raw` is the request body; it holds no key.
+    """
 
     text: str
     reasoning: str
@@ -88,10 +120,12 @@ class Reply:
     usage: Usage | None
     usage_missing: str
     model: str
-    timing: Timing | None
+    status: int
     done_marker: bool | None
+    timing: Timing | None
+    logprobs: tuple[TokenLogprob, ...] | None
     prompt_sha256: str
-    logprobs: tuple[Any, ...] = ()
+    raw: Mapping[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +136,28 @@ class Rendered:
     how: str
 
 
-class Endpoint:
-    """One OpenAI-compatible server. Safe to use from many threads; each request has a connection of its own.
+class RequestError(EndpointError):
+    """One request that failed as infrastructure, with what was known by then.
 
-    `alive` is called about once a second while a request waits; what it raises ends the request at once and is raised
-    instead of what the broken socket would have said.
+    `status` is the HTTP status if there was one, `partial` and `partial_reasoning` the text until then, `elapsed_s` the
+    seconds since the call.
+    """
+
+    status: int | None = None
+    partial: str = ""
+    partial_reasoning: str = ""
+    elapsed_s: float | None = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> tuple[Any, ...]:
+        return type(self), (self.code, self.message), self.__dict__
+
+
+class Endpoint:
+    """One OpenAI-compatible server. Safe to use from many threads: each request has a connection and state of its own.
+
+    `alive` is called at least once a second while a request waits for bytes, in that request's thread, and must be quick.
+    What it raises (a DsparkError: the engine was found dead) closes the connection at once and is raised instead of what
+    the socket would have said. `deadline_s` and `stall_s` are defaults of the generation calls. `proxy` is a URL.
     """
 
     def __init__(
@@ -118,17 +169,20 @@ class Endpoint:
         alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         deadline_s: float = 600.0,
-        stall_s: float = 300.0,
+        stall_s: float = 120.0,
+        proxy: str = "",
     ) -> None:
         self._root = checked_url(base_url)
-        self._model, self._alive, self._clock = model, alive, clock
+        self._model, self._alive, self._clock, self._key = model, alive, clock, api_key
         self._deadline_s, self._stall_s = deadline_s, stall_s
-        self._headers = {"Accept-Encoding": "identity", "Connection": "close"}
+        self._proxies = {"http": proxy, "https": proxy} if proxy else {}
+        self._headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "pytest-dspark"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     @property
     def base_url(self) -> str:
+        """Without a trailing slash or /v1."""
         return self._root
 
     @property
@@ -142,45 +196,52 @@ class Endpoint:
 
     def models(self) -> tuple[ModelCard, ...]:
         """The models it serves. Raises PROTOCOL if the answer is not a list of models."""
-        data = self._get_json("/v1/models").get("data")
-        if not isinstance(data, list):
-            raise EndpointError("PROTOCOL", f"{self._root}/v1/models: expected a list of models, found {str(data)[:EXCERPT]!r}")
-        return tuple(_card(entry) for entry in data if isinstance(entry, Mapping))
+        data = self._get("/v1/models").get("data")
+        if not isinstance(data, list) or not all(isinstance(entry, Mapping) for entry in data):
+            raise RequestError("PROTOCOL", f"{self._root}/v1/models: expected a list of models, found {_short(data)}")
+        return tuple(_card(entry) for entry in data)
 
     def version(self) -> str:
-        return str(self._get_json("/version").get("version", ""))
+        """The server's own version text. Raises PROTOCOL if it has none."""
+        version = self._get("/version").get("version")
+        if not isinstance(version, str) or not version:
+            raise RequestError("PROTOCOL", f"{self._root}/version: expected a version, found {_short(version)}")
+        return version
 
     def health(self) -> bool:
         """Whether the API answers at all. Says nothing of the engine behind it."""
         try:
-            return self._request("GET", "/health", None, 5.0).status == 200
+            return self._ask("GET", "/health", None, HEALTH_S).status == 200
         except EndpointError:
             return False
 
     def metrics(self) -> Metrics:
-        """Counters now, or unavailable with the reason; never an exception and never 0 for unknown."""
+        """Counters now, or unavailable with the reason; a request that fails is a reason too."""
         try:
-            answer = self._request("GET", "/metrics", None, 15.0)
+            answer = self._ask("GET", "/metrics", None, ASK_S)
         except EndpointError as error:
             return read_metrics("", problem=str(error))
-        if answer.status != 200:
-            return read_metrics("", problem=f"HTTP {answer.status}")
-        return read_metrics(answer.body.decode("utf-8", "replace"))
+        problem = "" if answer.status == 200 else f"{self._root}/metrics: HTTP {answer.status}"
+        return read_metrics(answer.body.decode("utf-8", "replace"), problem=problem)
 
-    def tokenize(self, prompt: str | Messages, **extra: Any) -> tuple[int, ...]:
+    def tokenize(self, prompt: str | Messages, *, deadline_s: float | None = None, **extra: Any) -> tuple[int, ...]:
         """Token ids of a text, or of messages with the chat template applied."""
         given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        return _ids(self._post_json("/tokenize", {"model": self._model, **given, **extra}), "tokens")
+        return _ids(self._post("/tokenize", {"model": self._model, **given, **extra}, deadline_s), "tokens")
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._post_json("/detokenize", {"model": self._model, "tokens": list(ids)}).get("prompt", ""))
+    def detokenize(self, ids: Sequence[int], *, deadline_s: float | None = None) -> str:
+        """The text of token ids."""
+        text = self._post("/detokenize", {"model": self._model, "tokens": list(ids)}, deadline_s).get("prompt")
+        if not isinstance(text, str):
+            raise RequestError("PROTOCOL", f"{self._root}/detokenize: expected a text, found {_short(text)}")
+        return text
 
-    def render(self, messages: Messages, **extra: Any) -> Rendered:
+    def render(self, messages: Messages, *, deadline_s: float | None = None, **extra: Any) -> Rendered:
         """The prompt of a chat as ids: /v1/chat/completions/render, or /tokenize where that is switched off."""
         body = {"model": self._model, "messages": list(messages), **extra}
-        answer = self._request("POST", "/v1/chat/completions/render", body, self._deadline_s)
+        answer = self._ask("POST", "/v1/chat/completions/render", body, deadline_s or self._deadline_s)
         if answer.status in (403, 404, 405):
-            return Rendered(self.tokenize(messages, **extra), "tokenize")
+            return Rendered(self.tokenize(messages, deadline_s=deadline_s, **extra), "tokenize")
         return Rendered(_ids(_json(self._checked(answer)), "token_ids"), "render")
 
     # --- generation
@@ -199,18 +260,24 @@ class Endpoint:
         logprobs: int | None = None,
         min_tokens: int | None = None,
         ignore_eos: bool | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         seed: int | None = None,
         extra: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         stall_s: float | None = None,
+        on_event: Callable[[StreamEvent], None] | None = None,
     ) -> Reply:
-        """One chat completion. `thinking` None sends nothing and leaves the server's default."""
-        body: dict[str, Any] = {"messages": list(messages), "tools": tools, "tool_choice": tool_choice, "response_format": response_format}
+        """One chat completion, sent once. `thinking` None sends nothing and leaves the server's default.
+
+        `logprobs` is the number of alternatives a token. `extra` is added to the body and wins. Raises RequestError.
+        """
+        body: dict[str, Any] = {"tools": tools, "tool_choice": tool_choice, "response_format": response_format}
         body |= {"min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop": stop, "seed": seed}
         body |= {"logprobs": True, "top_logprobs": logprobs} if logprobs is not None else {}
         body |= {"chat_template_kwargs": {"thinking": thinking}} if thinking is not None else {}
-        return self._generate("/v1/chat/completions", body, max_tokens, temperature, stream, extra, deadline_s, stall_s)
+        body |= {"max_tokens": max_tokens, "temperature": temperature, "stream": stream}
+        call = self._call("/v1/chat/completions", "messages", list(messages), body, extra or {})
+        return self._generate(call, stream, deadline_s, stall_s, on_event)
 
     def complete(
         self,
@@ -219,116 +286,125 @@ class Endpoint:
         max_tokens: int,
         temperature: float = 0.0,
         stream: bool = False,
+        logprobs: int | None = None,
         min_tokens: int | None = None,
         ignore_eos: bool | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         seed: int | None = None,
-        logprobs: int | None = None,
         extra: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         stall_s: float | None = None,
+        on_event: Callable[[StreamEvent], None] | None = None,
     ) -> Reply:
-        """One completion of a text or of token ids."""
-        body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "logprobs": logprobs}
-        body |= {"min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop": stop, "seed": seed}
-        return self._generate("/v1/completions", body, max_tokens, temperature, stream, extra, deadline_s, stall_s)
+        """One completion of a text or of token ids, sent once. Raises RequestError."""
+        body: dict[str, Any] = {"min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop": stop, "seed": seed}
+        body |= {"logprobs": logprobs, "max_tokens": max_tokens, "temperature": temperature, "stream": stream}
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        call = self._call("/v1/completions", "prompt", given, body, extra or {})
+        return self._generate(call, stream, deadline_s, stall_s, on_event)
 
     def generate_one(self, *, deadline_s: float) -> Reply:
         """One generated token: the readiness probe, which an API without an engine cannot answer."""
         return self.complete("Hello", max_tokens=1, min_tokens=1, ignore_eos=True, deadline_s=deadline_s)
 
+    def _call(self, path: str, key: str, prompt: Any, given: Mapping[str, Any], extra: Mapping[str, Any]) -> _Call:
+        body = {name: value for name, value in given.items() if value is not None} | {"model": self._model}
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
+        kwargs = {**body.get("chat_template_kwargs", {}), **extra.get("chat_template_kwargs", {})}
+        body |= dict(extra) | ({"chat_template_kwargs": kwargs} if kwargs else {})
+        return _Call(path, {key: prompt, **body}, *_encoded(key, prompt, body))
+
     def _generate(
         self,
-        path: str,
-        given: Mapping[str, Any],
-        max_tokens: int,
-        temperature: float,
+        call: _Call,
         stream: bool,
-        extra: Mapping[str, Any] | None,
         deadline_s: float | None,
         stall_s: float | None,
+        on_event: Callable[[StreamEvent], None] | None,
     ) -> Reply:
-        body = {key: value for key, value in given.items() if value is not None}
-        body |= {"model": self._model, "max_tokens": max_tokens, "temperature": temperature, "stream": stream}
-        body |= {"stream_options": {"include_usage": True}} if stream else {}
-        body |= dict(extra or {})
-        limit = deadline_s or self._deadline_s
-        if stream:
-            return self._stream(path, body, limit, stall_s or self._stall_s)
-        return _plain_reply(_json(self._checked(self._request("POST", path, body, limit))), body)
+        reader = StreamReader(on_event)
+        limit = self._deadline_s if deadline_s is None else deadline_s
+        stall = (self._stall_s if stall_s is None else stall_s) if stream else math.inf
+        watch = _Watch(f"POST {self._root}{call.path}", self._alive, self._clock, limit, stall, linger=stream)
+        try:
+            with self._open("POST", call.path, call.data, watch) as raw:
+                return self._read(raw, call, watch, reader, stream)
+        except RequestError as error:
+            error.partial, error.partial_reasoning = reader.so_far
+            error.status, error.elapsed_s = watch.status, self._clock() - watch.begin
+            raise
 
-    def _stream(self, path: str, body: Mapping[str, Any], deadline_s: float, stall_s: float) -> Reply:
-        collected = _Stream()
-        with self._open("POST", path, body, deadline_s) as (raw, begin, guard):
-            if raw.status != 200:
-                self._checked(_Answer(raw.status, raw.read(65536)))
-            parser = sse.Parser()
-            guard.stall_s = stall_s
-            while not collected.done:
-                data = raw.read1(65536)
-                stamp = self._clock() - begin
-                events = parser.feed(data, stamp) if data else parser.end(stamp)
-                if any([collected.take(event) for event in events]):
-                    guard.progress()
-                if not data:
-                    break
-        return collected.reply(body, self._clock() - begin)
+    def _read(
+        self, raw: urllib3.HTTPResponse, call: _Call, watch: _Watch, reader: StreamReader, stream: bool
+    ) -> Reply:
+        if raw.status != 200:
+            self._checked(_Answer(raw.status, _body(raw)))
+        if stream:
+            _expect_events(raw)
+            _pump(raw, watch, reader)
+            return reader.reply(call.body, call.prompt_sha256, watch.timing(reader))
+        data = _json(_Answer(raw.status, _body(raw)))
+        return _plain_reply(data, call.body, call.prompt_sha256, watch.timing(reader))
 
     # --- the wire
 
-    def _get_json(self, path: str) -> Mapping[str, Any]:
-        return _json(self._checked(self._request("GET", path, None, 15.0)))
+    def _get(self, path: str) -> Mapping[str, Any]:
+        return _json(self._checked(self._ask("GET", path, None, ASK_S)))
 
-    def _post_json(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _json(self._checked(self._request("POST", path, body, self._deadline_s)))
+    def _post(self, path: str, body: Mapping[str, Any], deadline_s: float | None) -> Mapping[str, Any]:
+        return _json(self._checked(self._ask("POST", path, body, deadline_s or self._deadline_s)))
 
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> _Answer:
-        with self._open(method, path, body, deadline_s) as (raw, _, _guard):
-            parts = []
-            while data := raw.read1(1 << 20):
-                parts.append(data)
-            return _Answer(raw.status, b"".join(parts))
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> _Answer:
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        watch = _Watch(f"{method} {self._root}{path}", self._alive, self._clock, deadline_s, math.inf, linger=False)
+        with self._open(method, path, data, watch) as raw:
+            return _Answer(raw.status, _body(raw))
 
     @contextmanager
-    def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
-    ) -> Iterator[tuple[urllib3.HTTPResponse, float, _Guard]]:
-        """One request on a connection of its own, watched by a guard; every library error becomes ours."""
-        where = f"{method} {self._root}{path}"
-        with requests.Session() as session:
-            session.trust_env = False
-            guard = _Guard(self._alive, self._clock, deadline_s, where)
-            session.mount("http://", _Adapter(guard))
-            session.mount("https://", _Adapter(guard))
-            data = json.dumps(body, allow_nan=False).encode() if body is not None else None
-            headers = self._headers | ({"Content-Type": "application/json"} if data else {})
-            try:
-                with guard:
-                    begin = self._clock()
-                    response = session.request(
-                        method, self._root + path, data=data, headers=headers, stream=True, timeout=(CONNECT_S, None), allow_redirects=False
-                    )
-                    with response:
-                        yield response.raw, begin, guard
-            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                raise guard.cause or _lost(where, error) from error
-            if guard.cause:
-                raise guard.cause
+    def _open(self, method: str, path: str, data: bytes | None, watch: _Watch) -> Iterator[urllib3.HTTPResponse]:
+        """One request on a connection of its own; every error of a library becomes ours, and the socket is closed."""
+        headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
+        request = requests.Request(method, self._root + path, headers=headers, data=data).prepare()
+        adapter = _Adapter(watch)
+        try:
+            response = adapter.send(
+                request, stream=True, timeout=(watch.connect_s(), None), verify=True, proxies=self._proxies
+            )
+            watch.status = response.status_code
+            with response:
+                yield response.raw
+        except (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
+            raise _translated(watch.where, error) from error
+        finally:
+            watch.close()
+            adapter.close()
 
     def _checked(self, answer: _Answer) -> _Answer:
         if answer.status == 200:
             return answer
-        raise EndpointError("SERVER_ERROR", f"{self._root}: HTTP {answer.status}: {_message(answer.body)}")
+        text = _message(answer.body)
+        if self._key:
+            text = text.replace(self._key, "***")
+        error = RequestError("SERVER_ERROR", f"{self._root}: HTTP {answer.status}: {text}")
+        error.status = answer.status
+        raise error
 
 
 def checked_url(base_url: str) -> str:
     """The base URL without a trailing slash or /v1. Raises USAGE for anything but plain http(s) without credentials."""
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(base_url.strip())
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError("USAGE", f"base URL: {error}; an IPv6 address stands in brackets") from error
+    if "@" in parts.netloc:
+        raise ConfigError("USAGE", "base URL must not hold a user or a password; give the key by itself")
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise ConfigError("USAGE", f"base URL must be http://host:port, found {base_url!r}")
-    if parts.username or parts.password:
-        raise ConfigError("USAGE", "base URL must not hold a user or a password; use DSPARK_API_KEY")
-    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+    if "%" in host:
+        raise ConfigError("USAGE", f"base URL: an address with a scope ({host}) is not supported; use a routable one")
+    return base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,263 +413,598 @@ class _Answer:
     body: bytes
 
 
-class _Guard:
-    """Ends a request from outside: overall deadline, stall deadline, or an engine that was found dead."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One generation request, built before anything is stamped."""
 
-    def __init__(self, alive: Callable[[], None], clock: Callable[[], float], deadline_s: float, where: str) -> None:
-        self._alive, self._clock, self._where = alive, clock, where
-        self._begin = self._moved = clock()
-        self._deadline_s = deadline_s
-        self.stall_s: float | None = None
-        self.cause: DsparkError | None = None
-        self.connection: urllib3.connection.HTTPConnection | None = None
-        self._over = threading.Event()
+    path: str
+    body: Mapping[str, Any]
+    data: bytes
+    prompt_sha256: str
 
-    def __enter__(self) -> _Guard:
-        threading.Thread(target=self._watch, name="dspark-guard", daemon=True).start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
+def _encoded(key: str, prompt: Any, rest: Mapping[str, Any]) -> tuple[bytes, str]:
+    """The body as bytes and the prompt's hash; the prompt, which may be megabytes, is encoded once."""
+    part = json.dumps(prompt, allow_nan=False, separators=(",", ":")).encode()
+    other = json.dumps({name: value for name, value in rest.items() if name != key}, allow_nan=False).encode()
+    return b'{"%b":%b,%b' % (key.encode(), part, other[1:]), hashlib.sha256(part).hexdigest()
+
+
+# --- sockets
+
+
+class _Watch:
+    """One request's clock: when it began, its two deadlines, the engine's life, and the socket to close."""
+
+    def __init__(
+        self,
+        where: str,
+        alive: Callable[[], None],
+        clock: Callable[[], float],
+        deadline_s: float,
+        stall_s: float,
+        *,
+        linger: bool,
+    ) -> None:
+        self.where, self.clock, self.linger = where, clock, linger
+        self._alive, self._deadline_s, self._stall_s = alive, deadline_s, stall_s
+        self.begin = self._moved = self._looked = clock()
+        self.first_byte = self.sent = self.stamp = self.begin
+        self.status: int | None = None
+        self._wire: _Wire | None = None
+
+    def connect_s(self) -> float:
+        return min(CONNECT_S, self._deadline_s)
+
+    def hold(self, wire: _Wire) -> None:
+        self._wire = wire
+
+    def close(self) -> None:
+        if self._wire is not None:
+            self._wire.end()
 
     def progress(self) -> None:
-        """Generated text came: the stall clock starts again. Comments and pings do not count."""
-        self._moved = self._clock()
+        """Something generated came: the stall clock starts again."""
+        self._moved = self.clock()
 
-    def _watch(self) -> None:
-        looked = self._clock()
-        while not self._over.wait(LOOK_S):
-            now = self._clock()
-            self.cause = self._late(now)
-            if self.cause is None and now - looked >= 1.0:
-                looked = now
-                self.cause = self._dead()
-            if self.cause:
-                self._cut()
-                return
-
-    def _late(self, now: float) -> DsparkError | None:
-        if now - self._begin > self._deadline_s:
-            return EndpointError("DEADLINE", f"{self._where}: not finished within {self._deadline_s:g} s")
-        if self.stall_s is not None and now - self._moved > self.stall_s:
-            return EndpointError("STALLED", f"{self._where}: no token for {self.stall_s:g} s")
-        return None
-
-    def _dead(self) -> DsparkError | None:
-        try:
+    def look(self) -> float:
+        """Raise DEADLINE, STALLED or what `alive` raises; else the seconds until the next look is due."""
+        now = self.clock()
+        elapsed, still = now - self.begin, now - self._moved
+        if elapsed >= self._deadline_s:
+            raise RequestError("DEADLINE", f"{self.where}: not finished after {elapsed:.1f} s of {self._deadline_s:g} s")
+        if still >= self._stall_s:
+            raise RequestError("STALLED", f"{self.where}: nothing generated for {still:.1f} s, limit {self._stall_s:g} s")
+        if now - self._looked >= ALIVE_S:
+            self._looked = now
             self._alive()
-        except DsparkError as error:
-            return error
-        return None
+        return min(TICK_S, self._deadline_s - elapsed, self._stall_s - still)
 
-    def _cut(self) -> None:
-        while not self._over.is_set():
-            sock = getattr(self.connection, "sock", None)
-            if sock is not None:
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
+    def timing(self, reader: StreamReader) -> Timing:
+        """Every stamp as seconds from the first byte sent."""
+        start = self.first_byte
+        stamps = tuple(stamp - start for stamp in reader.stamps)
+        return Timing(
+            first_token_s=stamps[0] if stamps else None,
+            first_answer_s=None if reader.first_answer is None else reader.first_answer - start,
+            last_token_s=stamps[-1] if stamps else None,
+            end_s=self.stamp - start,
+            wait_s=start - self.begin,
+            sent_s=self.sent - start,
+            stamps=stamps,
+        )
+
+
+class _Wire(io.RawIOBase):
+    """Stands for the socket below http.client: looks at the deadlines while it waits and stamps what it receives.
+
+    For a stream it first takes and stamps whatever comes until the line is idle for LINGER_S, and only then lets it be
+    read: with many streams the work on one of them must not delay the stamps of the others. `watch.stamp` is the stamp of
+    the packet that was read last.
+    """
+
+    def __init__(self, sock: socket.socket, watch: _Watch) -> None:
+        super().__init__()
+        sock.setblocking(False)
+        self._sock, self._watch = sock, watch
+        self._pending: Callable[[], int] = getattr(sock, "pending", lambda: 0)
+        self._polls = {mask: select.poll() for mask in (select.POLLIN, select.POLLOUT)}
+        for mask, poll in self._polls.items():
+            poll.register(sock, mask)
+        self._packets: deque[tuple[float, bytes]] = deque()
+        self._broken: OSError | None = None
+        watch.hold(self)
+
+    # what http.client and urllib3 ask of a socket
+
+    def makefile(self, *_: Any, **__: Any) -> io.BufferedReader:
+        return io.BufferedReader(self, PACKET)
+
+    def settimeout(self, _: float | None) -> None:
+        """The deadlines are the watch's."""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def shutdown(self, how: int) -> None:
+        self._sock.shutdown(how)
+
+    def close(self) -> None:
+        """http.client closes the socket before it has read the body; `end` does it when the request is over."""
+
+    def end(self) -> None:
+        self._sock.close()
+        super().close()
+
+    def sendall(self, data: bytes) -> None:
+        watch, view = self._watch, memoryview(data)
+        if watch.first_byte == watch.begin:
+            watch.first_byte = watch.clock()
+        while view:
+            try:
+                view = view[self._sock.send(view) :]
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                self._polls[select.POLLOUT].poll(watch.look() * 1000)
+        watch.sent = watch.clock()
+
+    # what BufferedReader asks of a raw file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._packets:
+            self._receive()
+        if not self._packets and self._broken is not None:
+            raise self._broken
+        stamp, data = self._packets.popleft()
+        self._watch.stamp = stamp
+        size = min(len(data), len(buffer))
+        buffer[:size] = data[:size]
+        if size < len(data):
+            self._packets.appendleft((stamp, data[size:]))
+        return size
+
+    def _receive(self) -> None:
+        held, first = 0, 0.0
+        while self._ready():
+            packet = self._packet()
+            if packet is None:
+                if self._broken is not None:
+                    return
+                continue
+            self._packets.append(packet)
+            first, held = first or packet[0], held + len(packet[1])
+            if self._enough(packet, first, held):
                 return
-            self._over.wait(LOOK_S)
+
+    def _enough(self, packet: tuple[float, bytes], first: float, held: int) -> bool:
+        stamp, data = packet
+        if not self._watch.linger or not data or held >= HOLD_BYTES or stamp - first >= HOLD_S:
+            return True
+        return data.endswith(b"0\r\n\r\n") or b"[DONE]" in data[-32:]
+
+    def _ready(self) -> bool:
+        """Wait for bytes; False if there are packets to read and nothing more came within LINGER_S."""
+        if self._pending():
+            return True
+        poll = self._polls[select.POLLIN].poll
+        if self._packets:
+            return bool(poll(LINGER_S * 1000))
+        while not poll(math.ceil(self._watch.look() * 1000)):
+            pass
+        return True
+
+    def _packet(self) -> tuple[float, bytes] | None:
+        """One receive and its stamp; None if there was nothing after all, or the connection broke."""
+        try:
+            data = self._sock.recv(PACKET)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return None
+        except OSError as error:
+            self._broken = error
+            return None
+        return self._watch.clock(), data
+
+
+class _Plain(HTTPConnection):
+    watch: _Watch
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = _Wire(self.sock, self.watch)
+
+
+class _Secure(HTTPSConnection):
+    watch: _Watch
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = _Wire(self.sock, self.watch)
 
 
 class _Adapter(HTTPAdapter):
-    """One connection, no retry; the guard learns which connection it is."""
+    """requests' own transport with one watched connection and no retry."""
 
-    def __init__(self, guard: _Guard) -> None:
-        self._guard = guard
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
         super().__init__(pool_connections=1, pool_maxsize=1, max_retries=0)
 
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
         pool = super().get_connection_with_tls_context(*args, **kwargs)
-        make, guard = pool._new_conn, self._guard
-
-        def new_connection() -> Any:
-            guard.connection = make()
-            return guard.connection
-
-        pool._new_conn = new_connection
+        pool.ConnectionCls = self._secure if pool.scheme == "https" else self._plain  # type: ignore[attr-defined]
         return pool
 
+    def _plain(self, **kwargs: Any) -> _Plain:
+        connection = _Plain(**kwargs)
+        connection.watch = self._watch
+        return connection
 
-def _lost(where: str, error: BaseException) -> EndpointError:
-    return EndpointError("SERVER_LOST", f"{where}: {type(error).__name__}: {str(error)[:EXCERPT]}")
+    def _secure(self, **kwargs: Any) -> _Secure:
+        connection = _Secure(**kwargs)
+        connection.watch = self._watch
+        return connection
+
+
+def _translated(where: str, error: BaseException) -> RequestError:
+    """SERVER_LOST: refused, reset, gone. TRUNCATED: ended inside its own framing. PROTOCOL: not HTTP."""
+    chain = list(_chain(error))
+    text = f"{where}: {type(chain[-1]).__name__}: {str(chain[-1])[:EXCERPT]}"
+    if any(isinstance(one, http.client.IncompleteRead) for one in chain):
+        return RequestError("TRUNCATED", text)
+    lost = any(isinstance(one, OSError) and not isinstance(one, requests.RequestException) for one in chain)
+    odd = any(isinstance(one, http.client.HTTPException) for one in chain)
+    return RequestError("PROTOCOL" if odd and not lost else "SERVER_LOST", text)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what caused it, outermost first: libraries wrap it as an argument or a cause."""
+    chain = [error]
+    for one in chain:
+        yield one
+        inner = [*one.args, getattr(one, "reason", None), one.__cause__, one.__context__]
+        for other in inner:
+            if isinstance(other, BaseException) and not any(other is known for known in chain):
+                chain.append(other)
+
+
+def _body(raw: urllib3.HTTPResponse) -> bytes:
+    if raw.headers.get("Content-Encoding", "identity") not in ("", "identity"):
+        raise RequestError("PROTOCOL", f"compressed, which was not asked for: {raw.headers['Content-Encoding']}")
+    parts = []
+    while data := raw.read1(PACKET):
+        parts.append(data)
+    return b"".join(parts)
+
+
+def _expect_events(raw: urllib3.HTTPResponse) -> None:
+    """A stream was asked for: a JSON body is an error inside a 200 or a server that cannot stream."""
+    kind = raw.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind in ("", "text/event-stream", "text/plain", "application/octet-stream"):
+        return
+    body = _body(raw)
+    if kind.endswith("json"):
+        _json(_Answer(raw.status, body))
+    raise RequestError("PROTOCOL", f"expected text/event-stream, found {kind}: {_short(body)}")
+
+
+def _pump(raw: urllib3.HTTPResponse, watch: _Watch, reader: StreamReader) -> None:
+    """Read packets until the stream says that it is done or ends. One that breaks after its finish is finished."""
+    try:
+        while not reader.done:
+            data = raw.read1(PACKET)
+            if reader.feed(data, watch.stamp, watch.first_byte):
+                watch.progress()
+            if not data:
+                return
+    except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError):
+        if reader.finish_reason is None:
+            raise
+        reader.feed(b"", watch.stamp, watch.first_byte)
+
+
+# --- what the server said
+
+
+class StreamReader:
+    """Stamped packets of an OpenAI stream to a Reply: no socket, no clock.
+
+    `stamps` are those of the events that carried generated text. `finish_reason` is None until the server gave one.
+    """
+
+    def __init__(self, on_event: Callable[[StreamEvent], None] | None = None) -> None:
+        self._parser, self._on_event = sse.Parser(), on_event
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, list[str]] = {}
+        self._logprobs: list[TokenLogprob] | None = None
+        self._usage: Usage | None = None
+        self._model = ""
+        self.stamps: list[float] = []
+        self.first_answer: float | None = None
+        self.finish_reason: str | None = None
+        self.done = False
+
+    @property
+    def so_far(self) -> tuple[str, str]:
+        """The content and the reasoning until now."""
+        return "".join(self._text), "".join(self._reasoning)
+
+    def feed(self, data: bytes, stamp: float, start: float = 0.0) -> bool:
+        """Read one packet (empty: the body has ended); True if it brought anything generated.
+
+        Raises ERROR_IN_STREAM, or PROTOCOL for what is no event of this kind. What follows [DONE] is not read.
+        """
+        events = self._parser.feed(data, stamp) if data else self._parser.end(stamp)
+        moved = False
+        for event in events:
+            if self.done:
+                break
+            moved = self._take(event, start) or moved
+        return moved
+
+    def reply(self, body: Mapping[str, Any], prompt_sha256: str, timing: Timing) -> Reply:
+        """The finished answer. Raises TRUNCATED if the stream ended before the server said why it stopped."""
+        if self.finish_reason is None:
+            got = f"after {len(self.stamps)} events with text, {'with' if self.done else 'without'} [DONE]"
+            raise RequestError("TRUNCATED", f"the stream ended without a finish reason, {got}")
+        text, reasoning = self.so_far
+        calls = tuple(ToolCall(name, arguments) for _, (name, arguments) in sorted(self._calls.items()))
+        reply = Reply(
+            text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
+            finish_reason=self.finish_reason,
+            usage=self._usage,
+            usage_missing="",
+            model=self._model,
+            status=200,
+            done_marker=self.done,
+            timing=timing,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            prompt_sha256=prompt_sha256,
+            raw=body,
+        )
+        return _finished(reply)
+
+    def _take(self, event: sse.Event, start: float) -> bool:
+        if event.data.strip() == sse.DONE:
+            self.done = True
+            return False
+        data = _chunk(event)
+        self._model = self._model or str(data.get("model") or "")
+        self._usage = _merged(self._usage, data.get("usage"))
+        moved = False
+        for choice in _choices(data):
+            said = self._choice(choice, event.stamp - start)
+            self._note(said, event.stamp)
+            moved = moved or said.carries or bool(said.finish_reason or choice.get("token_ids"))
+        return moved
+
+    def _choice(self, choice: Mapping[str, Any], at_s: float) -> StreamEvent:
+        delta = _table(choice.get("delta"), "delta")
+        self._keep_logprobs(choice.get("logprobs"))
+        return StreamEvent(
+            at_s,
+            _text(choice.get("text")) or _text(delta.get("content")),
+            _reasoning(delta),
+            "".join([self._tool(call) for call in delta.get("tool_calls") or ()]),
+            _text(choice.get("finish_reason")),
+        )
+
+    def _note(self, said: StreamEvent, stamp: float) -> None:
+        self._text.append(said.text)
+        self._reasoning.append(said.reasoning)
+        self.finish_reason = said.finish_reason or self.finish_reason
+        if said.text and self.first_answer is None:
+            self.first_answer = stamp
+        if said.carries:
+            self.stamps.append(stamp)
+        if self._on_event is not None and (said.carries or said.finish_reason):
+            self._on_event(said)
+
+    def _tool(self, call: Any) -> str:
+        """One piece of a call; pieces of one call share its index. Gives the piece of the arguments."""
+        table = _table(call, "tool call")
+        function = _table(table.get("function"), "function")
+        index = table.get("index")
+        known = self._calls.setdefault(index if isinstance(index, int) else len(self._calls), ["", ""])
+        arguments = _text(function.get("arguments"))
+        known[0] += _text(function.get("name"))
+        known[1] += arguments
+        return arguments
+
+    def _keep_logprobs(self, given: Any) -> None:
+        if isinstance(given, Mapping):
+            self._logprobs = [*(self._logprobs or ()), *_logprobs(given)]
+
+
+def _plain_reply(data: Mapping[str, Any], body: Mapping[str, Any], prompt_sha256: str, timing: Timing) -> Reply:
+    """The answer of a request that was not streamed."""
+    choices = _choices(data)
+    if not choices:
+        raise RequestError("PROTOCOL", f"expected a choice, found {_short(data)}")
+    choice = choices[0]
+    message = _table(choice.get("message"), "message")
+    finish_reason = _text(choice.get("finish_reason")) or None
+    text = _text(choice.get("text")) or _text(message.get("content"))
+    if finish_reason is None:
+        raise RequestError("TRUNCATED", f"the answer has no finish reason: {_short(text)}")
+    logprobs = choice.get("logprobs")
+    reply = Reply(
+        text=text,
+        reasoning=_reasoning(message),
+        tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls") or ()),
+        finish_reason=finish_reason,
+        usage=_merged(None, data.get("usage")),
+        usage_missing="",
+        model=str(data.get("model") or ""),
+        status=200,
+        done_marker=None,
+        timing=timing,
+        logprobs=tuple(_logprobs(logprobs)) if isinstance(logprobs, Mapping) else None,
+        prompt_sha256=prompt_sha256,
+        raw=body,
+    )
+    return _finished(reply)
+
+
+def _finished(reply: Reply) -> Reply:
+    """Refuse what is no answer; say why there is no usage.
+
+    A finish reason of `abort` or `error` is the server's failure. Counts of zero beside text are no counts. An answer
+    without any text and without a counted token was never generated.
+    """
+    if reply.finish_reason in ("abort", "error"):
+        raise RequestError("ERROR_IN_STREAM", f"the server ended the answer itself: finish_reason {reply.finish_reason!r}")
+    said = bool(reply.text or reply.reasoning or reply.tool_calls)
+    counted = reply.usage.completion_tokens if reply.usage else None
+    if not said and not counted:
+        raise RequestError("PROTOCOL", f"finished ({reply.finish_reason}) without a single token")
+    if counted is None:
+        reason = "the usage has no completion_tokens" if reply.usage else "the server sent no usage"
+        return replace(reply, usage=None, usage_missing=reason)
+    if counted <= 0:
+        return replace(reply, usage=None, usage_missing=f"the usage says {counted} completion tokens beside text")
+    return reply
+
+
+def _chunk(event: sse.Event) -> Mapping[str, Any]:
+    """One event as a JSON object; empty for what is no answer: a named ping, half an event at the end."""
+    try:
+        data = json.loads(event.data)
+    except ValueError as error:
+        if event.name == "error":
+            raise RequestError("ERROR_IN_STREAM", f"the server reported: {event.data[:EXCERPT]}") from error
+        if event.name != "message" or not event.whole:
+            return {}
+        raise RequestError("PROTOCOL", f"expected JSON in an event, found {_short(event.data)}") from error
+    if not isinstance(data, Mapping):
+        raise RequestError("PROTOCOL", f"expected a JSON object in an event, found {_short(event.data)}")
+    if event.name == "error":
+        data = {"error": data.get("error") or data or "an event named error"}
+    _refuse_error(data)
+    return dict(data)
 
 
 def _json(answer: _Answer) -> Mapping[str, Any]:
     try:
         data = json.loads(answer.body)
     except ValueError as error:
-        raise EndpointError("PROTOCOL", f"expected JSON, found {answer.body[:EXCERPT]!r}") from error
+        raise RequestError("PROTOCOL", f"expected JSON, found {_short(answer.body)}") from error
     if not isinstance(data, Mapping):
-        raise EndpointError("PROTOCOL", f"expected a JSON object, found {answer.body[:EXCERPT]!r}")
+        raise RequestError("PROTOCOL", f"expected a JSON object, found {_short(answer.body)}")
     _refuse_error(data)
     return data
 
 
 def _refuse_error(data: Mapping[str, Any]) -> None:
-    """An error inside a 200 is an error; a null or empty one is not."""
+    """An error inside a 200 is an error; a null or empty one is not. Older servers send it without a wrapper."""
     error = data.get("error")
-    if error:
-        text = error.get("message") if isinstance(error, Mapping) else error
-        raise EndpointError("ERROR_IN_STREAM", f"the server answered 200 with an error inside: {str(text)[:EXCERPT]}")
+    if isinstance(error, Mapping) and not any(error.values()):
+        return
+    if error or data.get("object") == "error":
+        raise RequestError("ERROR_IN_STREAM", f"the server answered 200 with an error inside: {_error_text(data)}")
 
 
 def _message(body: bytes) -> str:
+    """The message of an error body, whatever its form."""
     try:
-        error = json.loads(body)
-        error = error.get("error", error) if isinstance(error, Mapping) else error
-        text = error.get("message", error) if isinstance(error, Mapping) else error
+        data = json.loads(body)
     except ValueError:
-        text = body.decode("utf-8", "replace")
-    return str(text)[:EXCERPT]
+        return body.decode("utf-8", "replace").strip()[:EXCERPT]
+    return _error_text(data) if isinstance(data, Mapping) else str(data)[:EXCERPT]
+
+
+def _error_text(data: Mapping[str, Any]) -> str:
+    error = data.get("error") or data
+    text = error.get("message") or error.get("detail") if isinstance(error, Mapping) else error
+    return (text if isinstance(text, str) else json.dumps(text or error))[:EXCERPT]
+
+
+def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The choices; none in a usage chunk or where a server leaves them out. One answer was asked for."""
+    choices = data.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+        raise RequestError("PROTOCOL", f"expected a list of choices, found {_short(choices)}")
+    if any(choice.get("index") not in (0, None) for choice in choices):
+        raise RequestError("PROTOCOL", "one answer was asked for, found another choice than 0")
+    return choices
+
+
+def _table(value: Any, what: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestError("PROTOCOL", f"expected an object as {what}, found {_short(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise RequestError("PROTOCOL", f"expected text, found {_short(value)}")
+    return value
+
+
+def _reasoning(part: Mapping[str, Any]) -> str:
+    """Both names of one field; never added up where a server sends both."""
+    return _text(part.get("reasoning")) or _text(part.get("reasoning_content"))
+
+
+def _tool_call(call: Any) -> ToolCall:
+    function = _table(_table(call, "tool call").get("function"), "function")
+    return ToolCall(_text(function.get("name")), _text(function.get("arguments")))
+
+
+def _merged(known: Usage | None, data: Any) -> Usage | None:
+    """Usage may stand on any event and is cumulative: what is told last is right, what is not told stays."""
+    if not isinstance(data, Mapping) or not data:
+        return known
+    old = known or Usage(None, None)
+    told = (
+        _count(data, "prompt_tokens"),
+        _count(data, "completion_tokens"),
+        _count(data.get("prompt_tokens_details"), "cached_tokens"),
+        _count(data.get("completion_tokens_details"), "reasoning_tokens"),
+    )
+    before = (old.prompt_tokens, old.completion_tokens, old.cached_tokens, old.reasoning_tokens)
+    return Usage(*(there if new is None else new for new, there in zip(told, before, strict=True)))
+
+
+def _count(table: Any, key: str) -> int | None:
+    value = table.get(key) if isinstance(table, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _logprobs(given: Mapping[str, Any]) -> Iterator[TokenLogprob]:
+    """Chat form (`content`: a list of tokens with their alternatives) or completions form (parallel lists)."""
+    for entry in given.get("content") or ():
+        top = tuple((str(one.get("token")), float(one["logprob"])) for one in entry.get("top_logprobs") or ())
+        yield TokenLogprob(str(entry.get("token")), entry.get("logprob"), top)
+    tokens, values = given.get("tokens") or (), given.get("token_logprobs") or ()
+    tops = given.get("top_logprobs") or [None] * len(tokens)
+    for token, value, alternatives in zip(tokens, values, tops, strict=False):
+        yield TokenLogprob(str(token), value, tuple((alternatives or {}).items()))
 
 
 def _card(entry: Mapping[str, Any]) -> ModelCard:
     value = entry.get("max_model_len")
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    good = isinstance(number, int) and not isinstance(number, bool)
-    problem = "" if good else f"max_model_len is {value!r}"
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+    good = isinstance(number, int) and not isinstance(number, bool) and number > 0
+    problem = "" if good else f"max_model_len is {value!r}, expected a number"
     return ModelCard(str(entry.get("id", "")), number if good else None, str(entry.get("root") or ""), problem)
 
 
 def _ids(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
     ids = data.get(key)
-    if not isinstance(ids, list):
-        raise EndpointError("PROTOCOL", f"expected a list under {key!r}, found {str(ids)[:EXCERPT]!r}")
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise RequestError("PROTOCOL", f"expected a list of token ids under {key!r}, found {_short(ids)}")
     return tuple(ids)
 
 
-def _usage(data: Any) -> Usage | None:
-    if not isinstance(data, Mapping):
-        return None
-
-    def number(table: Any, key: str) -> int | None:
-        value = table.get(key) if isinstance(table, Mapping) else None
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    return Usage(
-        number(data, "prompt_tokens"),
-        number(data, "completion_tokens"),
-        number(data.get("prompt_tokens_details"), "cached_tokens"),
-        number(data.get("completion_tokens_details"), "reasoning_tokens"),
-    )
-
-
-def _reasoning(part: Mapping[str, Any]) -> str:
-    """Both names of one field; never added up where a server sends both."""
-    return part.get("reasoning") or part.get("reasoning_content") or ""
-
-
-def prompt_sha256(body: Mapping[str, Any]) -> str:
-    prompt = body.get("messages") or body.get("prompt")
-    return hashlib.sha256(json.dumps(prompt, ensure_ascii=False, sort_keys=True).encode()).hexdigest()
-
-
-def _plain_reply(data: Mapping[str, Any], body: Mapping[str, Any]) -> Reply:
-    choices = data.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise EndpointError("PROTOCOL", f"expected a choice, found {json.dumps(data)[:EXCERPT]}")
-    choice = choices[0]
-    message = choice.get("message") or {}
-    calls = tuple(_call(call) for call in message.get("tool_calls") or ())
-    usage = _usage(data.get("usage"))
-    return Reply(
-        text=choice.get("text") or message.get("content") or "",
-        reasoning=_reasoning(message),
-        tool_calls=calls,
-        finish_reason=choice.get("finish_reason"),
-        usage=usage,
-        usage_missing="" if usage else "the server sent no usage",
-        model=str(data.get("model", "")),
-        timing=None,
-        done_marker=None,
-        prompt_sha256=prompt_sha256(body),
-        logprobs=tuple(((choice.get("logprobs") or {}).get("content")) or ()),
-    )
-
-
-def _call(call: Mapping[str, Any]) -> ToolCall:
-    function = call.get("function") or {}
-    return ToolCall(str(function.get("name") or ""), str(function.get("arguments") or ""))
-
-
-@dataclass(slots=True)
-class _Stream:
-    """What a stream said so far."""
-
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, list[str]] = field(default_factory=dict)
-    stamps: list[float] = field(default_factory=list)
-    first_answer: float | None = None
-    finish_reason: str | None = None
-    usage: Usage | None = None
-    model: str = ""
-    logprobs: list[Any] = field(default_factory=list)
-    done: bool = False
-
-    def take(self, event: sse.Event) -> bool:
-        """Read one event; True if it carried generated text of any kind."""
-        if self.done:
-            return False
-        if event.data == sse.DONE:
-            self.done = True
-            return False
-        try:
-            data = json.loads(event.data)
-        except ValueError as error:
-            raise EndpointError("PROTOCOL", f"expected JSON in an event, found {event.data[:EXCERPT]!r}") from error
-        if not isinstance(data, Mapping):
-            return False
-        _refuse_error(data)
-        self.model = str(data.get("model") or self.model)
-        self.usage = _usage(data.get("usage")) or self.usage
-        return self._choices(data.get("choices") or (), event.stamp)
-
-    def _choices(self, choices: Sequence[Any], stamp: float) -> bool:
-        carried = False
-        for choice in choices:
-            delta = choice.get("delta") or {}
-            content = choice.get("text") or delta.get("content") or ""
-            reasoning = _reasoning(delta)
-            tools = [self._tool(call) for call in delta.get("tool_calls") or ()]
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            self.logprobs += ((choice.get("logprobs") or {}).get("content")) or ()
-            self.text.append(content)
-            self.reasoning.append(reasoning)
-            if content and self.first_answer is None:
-                self.first_answer = stamp
-            carried = carried or bool(content or reasoning or any(tools))
-        if carried:
-            self.stamps.append(stamp)
-        return carried
-
-    def _tool(self, call: Mapping[str, Any]) -> bool:
-        function = call.get("function") or {}
-        known = self.calls.setdefault(int(call.get("index") or 0), ["", ""])
-        known[0] += function.get("name") or ""
-        known[1] += function.get("arguments") or ""
-        return bool(function.get("arguments"))
-
-    def reply(self, body: Mapping[str, Any], end_s: float) -> Reply:
-        """The finished answer. Raises TRUNCATED if the stream ended before the server said why."""
-        if self.finish_reason is None:
-            got = f"{len(self.stamps)} events, {'with' if self.done else 'without'} [DONE]"
-            raise EndpointError("TRUNCATED", f"the stream ended without a finish reason, after {got}")
-        stamps = self.stamps
-        gaps = tuple(later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False))
-        return Reply(
-            text="".join(self.text),
-            reasoning="".join(self.reasoning),
-            tool_calls=tuple(ToolCall(name, arguments) for _, (name, arguments) in sorted(self.calls.items())),
-            finish_reason=self.finish_reason,
-            usage=self.usage,
-            usage_missing="" if self.usage else "the stream carried no usage",
-            model=self.model,
-            timing=Timing(stamps[0] if stamps else None, self.first_answer, stamps[-1] if stamps else None, end_s, len(stamps), gaps),
-            done_marker=self.done,
-            prompt_sha256=prompt_sha256(body),
-            logprobs=tuple(self.logprobs),
-        )
+def _short(value: Any) -> str:
+    """An excerpt for a message; large values are not turned to text as a whole."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return repr(text[:EXCERPT]) if isinstance(text, str) else repr(text)[:EXCERPT]

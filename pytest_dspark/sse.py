@@ -1,7 +1,8 @@
-"""Stamped bytes to server-sent events: incremental, for every split of the bytes.
+"""Stamped bytes to server-sent events: pure, incremental, and the same for every split of the bytes.
 
-Lines end with CR LF, LF or CR, and with nothing else (U+0085 and U+2028 are text). Bytes are decoded a whole line at a
-time, so that half a character is never decoded. An event's stamp is that of the bytes that completed it.
+Lines end with CR LF, LF or CR and with nothing else: U+0085 and U+2028 are text. Bytes are decoded one whole line at a
+time and always as UTF-8, so half a character is never decoded and a missing charset changes nothing. An event's stamp is
+that of the packet whose byte completed it.
 """
 
 from __future__ import annotations
@@ -9,56 +10,61 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DONE = "[DONE]"
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event: its data (lines joined by a line feed), its name, and the arrival of its last byte in seconds."""
+    """One event: its data (lines joined by a line feed), its name, and the arrival of its last byte in seconds.
+
+    `whole` is False for what stood unfinished when the body ended: it may be half an event.
+    """
 
     data: str
     stamp: float
     name: str = "message"
+    whole: bool = True
 
 
 @dataclass(slots=True)
 class Parser:
-    """Feed it bytes as they come; it gives events as they are completed. Comments and empty events give nothing."""
+    """Feed it packets as they come; it gives the events that they complete. Comments and empty events give nothing."""
 
-    _line: bytearray = field(default_factory=bytearray)
+    _rest: bytearray = field(default_factory=bytearray)
     _data: list[str] = field(default_factory=list)
     _name: str = ""
-    _after_cr: bool = False
+    _skip_lf: bool = False
     _first: bool = True
 
     def feed(self, data: bytes, stamp: float) -> list[Event]:
         """The events that these bytes complete."""
-        if self._after_cr and data[:1] == b"\n":
-            data = data[1:]
-        if data or not self._after_cr:
-            self._after_cr = data.endswith(b"\r")
-        self._line += data
+        if self._skip_lf and data:
+            self._skip_lf = False
+            data = data.removeprefix(b"\n")
+        self._skip_lf = self._skip_lf or data.endswith(b"\r")
+        self._rest += data
         if b"\n" not in data and b"\r" not in data:
             return []
-        *lines, rest = bytes(self._line).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._line = bytearray(rest)
+        *lines, rest = bytes(self._rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = bytearray(rest)
         return [event for line in lines if (event := self._take(line, stamp))]
 
     def end(self, stamp: float) -> list[Event]:
-        """The body has ended: what is left is dispatched, so that a last event without its blank line is not lost."""
-        events = self.feed(b"\n", stamp) if self._line else []
-        last = self._take(b"", stamp)
-        return [*events, last] if last else events
+        """The body has ended: what is left is given as well, marked as not whole."""
+        self._skip_lf = False
+        events = self.feed(b"\n\n", stamp) if self._rest else self.feed(b"\n", stamp)
+        return [Event(event.data, event.stamp, event.name, whole=False) for event in events]
 
     def _take(self, raw: bytes, stamp: float) -> Event | None:
         if self._first:
-            raw, self._first = raw.removeprefix(b"\xef\xbb\xbf"), False
+            raw, self._first = raw.removeprefix(_BOM), False
         if not raw:
             return self._dispatch(stamp)
-        field_name, _, value = raw.decode("utf-8", "replace").partition(":")
+        name, _, value = raw.decode("utf-8", "replace").partition(":")
         value = value.removeprefix(" ")
-        if field_name == "data":
+        if name == "data":
             self._data.append(value)
-        elif field_name == "event":
+        elif name == "event":
             self._name = value
         return None
 
