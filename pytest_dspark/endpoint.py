@@ -335,9 +335,7 @@ class Endpoint:
             error.status, error.elapsed_s = watch.status, self._clock() - watch.begin
             raise
 
-    def _read(
-        self, raw: urllib3.HTTPResponse, call: _Call, watch: _Watch, reader: StreamReader, stream: bool
-    ) -> Reply:
+    def _read(self, raw: urllib3.HTTPResponse, call: _Call, watch: _Watch, reader: StreamReader, stream: bool) -> Reply:
         if raw.status != 200:
             self._checked(_Answer(raw.status, _body(raw)))
         if stream:
@@ -472,9 +470,13 @@ class _Watch:
         now = self.clock()
         elapsed, still = now - self.begin, now - self._moved
         if elapsed >= self._deadline_s:
-            raise RequestError("DEADLINE", f"{self.where}: not finished after {elapsed:.1f} s of {self._deadline_s:g} s")
+            raise RequestError(
+                "DEADLINE", f"{self.where}: not finished after {elapsed:.1f} s of {self._deadline_s:g} s"
+            )
         if still >= self._stall_s:
-            raise RequestError("STALLED", f"{self.where}: nothing generated for {still:.1f} s, limit {self._stall_s:g} s")
+            raise RequestError(
+                "STALLED", f"{self.where}: nothing generated for {still:.1f} s, limit {self._stall_s:g} s"
+            )
         if now - self._looked >= ALIVE_S:
             self._looked = now
             self._alive()
@@ -856,7 +858,9 @@ def _finished(reply: Reply) -> Reply:
     without any text and without a counted token was never generated.
     """
     if reply.finish_reason in ("abort", "error"):
-        raise RequestError("ERROR_IN_STREAM", f"the server ended the answer itself: finish_reason {reply.finish_reason!r}")
+        raise RequestError(
+            "ERROR_IN_STREAM", f"the server ended the answer itself: finish_reason {reply.finish_reason!r}"
+        )
     said = bool(reply.text or reply.reasoning or reply.tool_calls)
     counted = reply.usage.completion_tokens if reply.usage else None
     if not said and not counted:

@@ -135,7 +135,9 @@ def _went_back(before: Metrics, after: Metrics, name: str) -> str:
     for sample in before.find(name):
         value = new.get(tuple(sorted(sample.labels.items())))
         if value is None or value < sample.value:
-            return f"server restarted: {name} went from {sample.value:g} to {'nothing' if value is None else f'{value:g}'}"
+            return (
+                f"server restarted: {name} went from {sample.value:g} to {'nothing' if value is None else f'{value:g}'}"
+            )
     return ""
 
 

@@ -158,7 +158,7 @@ def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
     share = successes / n
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Interval(share, max(0.0, middle - half), min(1.0, middle + half), n)
+    return Interval(share, middle - half if successes else 0.0, middle + half if successes < n else 1.0, n)
 
 
 def t_interval(samples: Sequence[float]) -> Interval:
