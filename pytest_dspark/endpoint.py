@@ -2,7 +2,9 @@
 
 A generation request is sent exactly once: every request has a fresh connection, so there is no pooled one that could be
 found dead and tried again, no retry, no redirect, no proxy unless asked, no compression. The body is built and the
-connection made before the first-byte stamp. Bytes are stamped when they are received and read afterwards.
+connection made before the first-byte stamp. Bytes are stamped when they are received, one receive at a time, and read
+afterwards. On Linux the stamp is the kernel's own of the packet's arrival, so that neither the interpreter's lock nor a
+busy machine moves it: see `_Wire`.
 
 Deadlines are this module's own, since a library's read time-out starts anew with every packet:
 - the overall deadline counts from the call, whatever comes;
@@ -20,8 +22,9 @@ import math
 import select
 import socket
 import ssl
+import struct
+import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -45,11 +48,10 @@ ASK_S = 15.0  # /v1/models, /version, /metrics
 HEALTH_S = 5.0
 TICK_S = 0.25  # the longest sleep without a look at the deadlines
 ALIVE_S = 0.75  # between two looks at the engine's life
-LINGER_S = 0.005  # a stream's bytes are read when the line was idle for this long: stamps first, work after
-HOLD_S = 0.05  # but never later than this
-HOLD_BYTES = 1 << 18
 PACKET = 1 << 16
 EXCERPT = 500
+ARRIVAL = getattr(socket, "SO_TIMESTAMPNS", 35) if sys.platform == "linux" else 0  # the option and its note's type
+NOTE = struct.Struct("@qq")  # seconds, nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,7 @@ class Endpoint:
         reader = StreamReader(on_event)
         limit = self._deadline_s if deadline_s is None else deadline_s
         stall = (self._stall_s if stall_s is None else stall_s) if stream else math.inf
-        watch = _Watch(f"POST {self._root}{call.path}", self._alive, self._clock, limit, stall, linger=stream)
+        watch = _Watch(f"POST {self._root}{call.path}", self._alive, self._clock, limit, stall)
         try:
             with self._open("POST", call.path, call.data, watch) as raw:
                 return self._read(raw, call, watch, reader, stream)
@@ -355,7 +357,7 @@ class Endpoint:
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> _Answer:
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        watch = _Watch(f"{method} {self._root}{path}", self._alive, self._clock, deadline_s, math.inf, linger=False)
+        watch = _Watch(f"{method} {self._root}{path}", self._alive, self._clock, deadline_s, math.inf)
         with self._open(method, path, data, watch) as raw:
             return _Answer(raw.status, _body(raw))
 
@@ -441,25 +443,20 @@ class _Watch:
         clock: Callable[[], float],
         deadline_s: float,
         stall_s: float,
-        *,
-        linger: bool,
     ) -> None:
-        self.where, self.clock, self.linger = where, clock, linger
+        self.where, self.clock = where, clock
         self._alive, self._deadline_s, self._stall_s = alive, deadline_s, stall_s
         self.begin = self._moved = self._looked = clock()
         self.first_byte = self.sent = self.stamp = self.begin
         self.status: int | None = None
-        self._wire: _Wire | None = None
+        self.wire: _Wire | None = None
 
     def connect_s(self) -> float:
         return min(CONNECT_S, self._deadline_s)
 
-    def hold(self, wire: _Wire) -> None:
-        self._wire = wire
-
     def close(self) -> None:
-        if self._wire is not None:
-            self._wire.end()
+        if self.wire is not None:
+            self.wire.end()
 
     def progress(self) -> None:
         """Something generated came: the stall clock starts again."""
@@ -500,27 +497,31 @@ class _Watch:
 class _Wire(io.RawIOBase):
     """Stands for the socket below http.client: looks at the deadlines while it waits and stamps what it receives.
 
-    For a stream it first takes and stamps whatever comes until the line is idle for LINGER_S, and only then lets it be
-    read: with many streams the work on one of them must not delay the stamps of the others. `watch.stamp` is the stamp of
-    the packet that was read last.
+    `watch.stamp` is when the bytes of the last receive arrived. Linux tells a packet's arrival with it (SO_TIMESTAMPNS), on
+    the wall clock; only the packet's age, the few moments between arrival and receive, is taken from that and counted back
+    on the monotonic clock. An age that is negative, or longer than since the line was last empty, is a stepped wall clock:
+    then, and with TLS or another system or clock, the stamp is the monotonic time right after the receive.
     """
 
     def __init__(self, sock: socket.socket, watch: _Watch) -> None:
         super().__init__()
         sock.setblocking(False)
         self._sock, self._watch = sock, watch
-        self._pending: Callable[[], int] = getattr(sock, "pending", lambda: 0)
-        self._polls = {mask: select.poll() for mask in (select.POLLIN, select.POLLOUT)}
-        for mask, poll in self._polls.items():
-            poll.register(sock, mask)
-        self._packets: deque[tuple[float, bytes]] = deque()
-        self._broken: OSError | None = None
-        watch.hold(self)
+        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        self._noted = bool(ARRIVAL) and self._tls is None and watch.clock is time.monotonic
+        if self._noted:
+            sock.setsockopt(socket.SOL_SOCKET, ARRIVAL, 1)
+        self._read, self._write = select.poll(), select.poll()
+        self._read.register(sock, select.POLLIN)
+        self._write.register(sock, select.POLLOUT)
+        self._empty = watch.begin
+        self.reader = io.BufferedReader(self, PACKET)
+        watch.wire = self
 
     # what http.client and urllib3 ask of a socket
 
-    def makefile(self, *_: Any, **__: Any) -> io.BufferedReader:
-        return io.BufferedReader(self, PACKET)
+    def makefile(self, *_: Any, **__: Any) -> io.BufferedReader[Any]:
+        return self.reader
 
     def settimeout(self, _: float | None) -> None:
         """The deadlines are the watch's."""
@@ -546,7 +547,7 @@ class _Wire(io.RawIOBase):
             try:
                 view = view[self._sock.send(view) :]
             except (BlockingIOError, ssl.SSLWantWriteError):
-                self._polls[select.POLLOUT].poll(watch.look() * 1000)
+                self._write.poll(watch.look() * 1000)
         watch.sent = watch.clock()
 
     # what BufferedReader asks of a raw file
@@ -555,58 +556,41 @@ class _Wire(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if not self._packets:
-            self._receive()
-        if not self._packets and self._broken is not None:
-            raise self._broken
-        stamp, data = self._packets.popleft()
-        self._watch.stamp = stamp
-        size = min(len(data), len(buffer))
-        buffer[:size] = data[:size]
-        if size < len(data):
-            self._packets.appendleft((stamp, data[size:]))
+        while True:
+            self._wait()
+            try:
+                return self._receive(buffer)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                pass
+
+    def _wait(self) -> None:
+        left = self._watch.look()
+        if self._tls is not None and self._tls.pending():
+            return
+        while not self._read.poll(math.ceil(left * 1000)):
+            left = self._watch.look()
+
+    def _receive(self, buffer: Any) -> int:
+        notes: list[tuple[int, int, bytes]] = []
+        if self._noted:
+            size, notes, _, _ = self._sock.recvmsg_into([buffer], 64)
+        else:
+            size = self._sock.recv_into(buffer)
+        now = self._watch.clock()
+        self._watch.stamp = arrival(notes, now, self._empty)
+        if size < len(buffer):
+            self._empty = now
         return size
 
-    def _receive(self) -> None:
-        held, first = 0, 0.0
-        while self._ready():
-            packet = self._packet()
-            if packet is None:
-                if self._broken is not None:
-                    return
-                continue
-            self._packets.append(packet)
-            first, held = first or packet[0], held + len(packet[1])
-            if self._enough(packet, first, held):
-                return
 
-    def _enough(self, packet: tuple[float, bytes], first: float, held: int) -> bool:
-        stamp, data = packet
-        if not self._watch.linger or not data or held >= HOLD_BYTES or stamp - first >= HOLD_S:
-            return True
-        return data.endswith(b"0\r\n\r\n") or b"[DONE]" in data[-32:]
-
-    def _ready(self) -> bool:
-        """Wait for bytes; False if there are packets to read and nothing more came within LINGER_S."""
-        if self._pending():
-            return True
-        poll = self._polls[select.POLLIN].poll
-        if self._packets:
-            return bool(poll(LINGER_S * 1000))
-        while not poll(math.ceil(self._watch.look() * 1000)):
-            pass
-        return True
-
-    def _packet(self) -> tuple[float, bytes] | None:
-        """One receive and its stamp; None if there was nothing after all, or the connection broke."""
-        try:
-            data = self._sock.recv(PACKET)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return None
-        except OSError as error:
-            self._broken = error
-            return None
-        return self._watch.clock(), data
+def arrival(notes: Sequence[tuple[int, int, bytes]], now: float, empty: float) -> float:
+    """When a packet arrived on the monotonic clock: `now` less its age, if the kernel told one that can be true."""
+    for level, kind, data in notes:
+        if level == socket.SOL_SOCKET and kind == ARRIVAL and len(data) >= NOTE.size:
+            seconds, nanoseconds = NOTE.unpack_from(data)
+            age = time.clock_gettime(time.CLOCK_REALTIME) - seconds - nanoseconds * 1e-9
+            return now - age if 0 <= age <= now - empty else now
+    return now
 
 
 class _Plain(HTTPConnection):
@@ -670,9 +654,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
                 chain.append(other)
 
 
+def _refuse_compression(raw: urllib3.HTTPResponse) -> None:
+    coding = raw.headers.get("Content-Encoding", "")
+    if coding not in ("", "identity"):
+        raise RequestError("PROTOCOL", f"the body is compressed, which was not asked for: {coding}")
+
+
 def _body(raw: urllib3.HTTPResponse) -> bytes:
-    if raw.headers.get("Content-Encoding", "identity") not in ("", "identity"):
-        raise RequestError("PROTOCOL", f"compressed, which was not asked for: {raw.headers['Content-Encoding']}")
+    _refuse_compression(raw)
     parts = []
     while data := raw.read1(PACKET):
         parts.append(data)
@@ -681,6 +670,7 @@ def _body(raw: urllib3.HTTPResponse) -> bytes:
 
 def _expect_events(raw: urllib3.HTTPResponse) -> None:
     """A stream was asked for: a JSON body is an error inside a 200 or a server that cannot stream."""
+    _refuse_compression(raw)
     kind = raw.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind in ("", "text/event-stream", "text/plain", "application/octet-stream"):
         return
@@ -691,18 +681,73 @@ def _expect_events(raw: urllib3.HTTPResponse) -> None:
 
 
 def _pump(raw: urllib3.HTTPResponse, watch: _Watch, reader: StreamReader) -> None:
-    """Read packets until the stream says that it is done or ends. One that breaks after its finish is finished."""
+    """Read packets until the stream says that it is done or ends. One that breaks after its finish is finished.
+
+    http.client has read the head; the body is read below it, a receive at a time, which costs a third.
+    """
+    framing = Framing(raw.headers)
     try:
-        while not reader.done:
-            data = raw.read1(PACKET)
-            if reader.feed(data, watch.stamp, watch.first_byte):
+        while not reader.done and not framing.ended and watch.wire is not None:
+            data = framing.feed(watch.wire.reader.read1(PACKET))
+            if data and reader.feed(data, watch.stamp, watch.first_byte):
                 watch.progress()
-            if not data:
-                return
-    except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError):
+    except OSError:
         if reader.finish_reason is None:
             raise
-        reader.feed(b"", watch.stamp, watch.first_byte)
+    if framing.short and reader.finish_reason is None and not reader.done:
+        raise RequestError("TRUNCATED", f"{watch.where}: the connection ended inside the body")
+    reader.feed(b"", watch.stamp, watch.first_byte)
+
+
+class Framing:
+    """Takes HTTP's own framing off the body's bytes: chunks, a length, or all until the connection ends."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
+        length = headers.get("Content-Length", "")
+        self._length = int(length) if length.isdecimal() and not self._chunked else None
+        self._left, self._rest = self._length or 0, b""
+        self.ended = self._length == 0
+        self.short = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The body's bytes in this packet (empty: the connection ended, `short` if that was too early)."""
+        if not data:
+            self.ended, self.short = True, not self.ended and (self._chunked or self._length is not None)
+            return b""
+        if self._chunked:
+            return self._chunks(self._rest + data)
+        if self._length is not None:
+            self._left -= len(data)
+            self.ended = self._left <= 0
+        return data
+
+    def _chunks(self, data: bytes) -> bytes:
+        parts, at = [], 0
+        while not self.ended:
+            part = data[at : at + self._left]
+            self._left -= len(part)
+            at += len(part)
+            parts.append(part)
+            end = -1 if self._left else data.find(b"\n", at)
+            if end < 0:
+                break
+            self._size(data[at:end].partition(b";")[0].strip())
+            at = end + 1
+        self._rest = data[at:]
+        return b"".join(parts)
+
+    def _size(self, line: bytes) -> None:
+        """A chunk's size line; the line end after a chunk is an empty one."""
+        if not line:
+            return
+        if not line.isalnum():
+            raise RequestError("PROTOCOL", f"expected the size of a chunk, found {_short(line)}")
+        try:
+            self._left = int(line, 16)
+        except ValueError as error:
+            raise RequestError("PROTOCOL", f"expected the size of a chunk, found {_short(line)}") from error
+        self.ended = self._left == 0
 
 
 # --- what the server said
@@ -817,7 +862,7 @@ class StreamReader:
         return arguments
 
     def _keep_logprobs(self, given: Any) -> None:
-        if isinstance(given, Mapping):
+        if isinstance(given, dict):
             self._logprobs = [*(self._logprobs or ()), *_logprobs(given)]
 
 
@@ -844,7 +889,7 @@ def _plain_reply(data: Mapping[str, Any], body: Mapping[str, Any], prompt_sha256
         status=200,
         done_marker=None,
         timing=timing,
-        logprobs=tuple(_logprobs(logprobs)) if isinstance(logprobs, Mapping) else None,
+        logprobs=tuple(_logprobs(logprobs)) if isinstance(logprobs, dict) else None,
         prompt_sha256=prompt_sha256,
         raw=body,
     )
@@ -883,7 +928,7 @@ def _chunk(event: sse.Event) -> Mapping[str, Any]:
         if event.name != "message" or not event.whole:
             return {}
         raise RequestError("PROTOCOL", f"expected JSON in an event, found {_short(event.data)}") from error
-    if not isinstance(data, Mapping):
+    if not isinstance(data, dict):
         raise RequestError("PROTOCOL", f"expected a JSON object in an event, found {_short(event.data)}")
     if event.name == "error":
         data = {"error": data.get("error") or data or "an event named error"}
@@ -896,7 +941,7 @@ def _json(answer: _Answer) -> Mapping[str, Any]:
         data = json.loads(answer.body)
     except ValueError as error:
         raise RequestError("PROTOCOL", f"expected JSON, found {_short(answer.body)}") from error
-    if not isinstance(data, Mapping):
+    if not isinstance(data, dict):
         raise RequestError("PROTOCOL", f"expected a JSON object, found {_short(answer.body)}")
     _refuse_error(data)
     return data
@@ -905,7 +950,7 @@ def _json(answer: _Answer) -> Mapping[str, Any]:
 def _refuse_error(data: Mapping[str, Any]) -> None:
     """An error inside a 200 is an error; a null or empty one is not. Older servers send it without a wrapper."""
     error = data.get("error")
-    if isinstance(error, Mapping) and not any(error.values()):
+    if isinstance(error, dict) and not any(error.values()):
         return
     if error or data.get("object") == "error":
         raise RequestError("ERROR_IN_STREAM", f"the server answered 200 with an error inside: {_error_text(data)}")
@@ -917,19 +962,19 @@ def _message(body: bytes) -> str:
         data = json.loads(body)
     except ValueError:
         return body.decode("utf-8", "replace").strip()[:EXCERPT]
-    return _error_text(data) if isinstance(data, Mapping) else str(data)[:EXCERPT]
+    return _error_text(data) if isinstance(data, dict) else str(data)[:EXCERPT]
 
 
 def _error_text(data: Mapping[str, Any]) -> str:
     error = data.get("error") or data
-    text = error.get("message") or error.get("detail") if isinstance(error, Mapping) else error
+    text = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     return (text if isinstance(text, str) else json.dumps(text or error))[:EXCERPT]
 
 
 def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The choices; none in a usage chunk or where a server leaves them out. One answer was asked for."""
     choices = data.get("choices") or []
-    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise RequestError("PROTOCOL", f"expected a list of choices, found {_short(choices)}")
     if any(choice.get("index") not in (0, None) for choice in choices):
         raise RequestError("PROTOCOL", "one answer was asked for, found another choice than 0")
@@ -939,7 +984,7 @@ def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _table(value: Any, what: str) -> Mapping[str, Any]:
     if value is None:
         return {}
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         raise RequestError("PROTOCOL", f"expected an object as {what}, found {_short(value)}")
     return value
 
@@ -964,7 +1009,7 @@ def _tool_call(call: Any) -> ToolCall:
 
 def _merged(known: Usage | None, data: Any) -> Usage | None:
     """Usage may stand on any event and is cumulative: what is told last is right, what is not told stays."""
-    if not isinstance(data, Mapping) or not data:
+    if not isinstance(data, dict) or not data:
         return known
     old = known or Usage(None, None)
     told = (
@@ -978,7 +1023,7 @@ def _merged(known: Usage | None, data: Any) -> Usage | None:
 
 
 def _count(table: Any, key: str) -> int | None:
-    value = table.get(key) if isinstance(table, Mapping) else None
+    value = table.get(key) if isinstance(table, dict) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pytest_dspark.answers import judge_code, judge_exact, judge_json
+from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
 from pytest_dspark.cluster import ImageFacts, RankFacts
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import DsparkError
@@ -394,15 +394,8 @@ def _canaries(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None
             sheet.add(f"canary {canary.name}", None, "an answer", None, "present")
         else:
             fault = "model" if answer.get("answered") else "engine"
-            sheet.add(f"canary {canary.name}", None, True, answer["ok"], fault=fault)
-            if not answer["ok"]:
-                sheet.add(
-                    f"canary {canary.name}: {answer['message']}",
-                    None,
-                    canary.expect or dict(canary.expect_json) or canary.tool,
-                    answer["text"],
-                    fault=fault,
-                )
+            why = f": {answer['message']}" if not answer["ok"] else ""
+            sheet.add(f"canary {canary.name}{why}", None, True, answer["ok"], fault=fault)
     if not plan.recipe.canaries:
         sheet.not_observable.append("the recipe has no canary")
 
@@ -545,22 +538,26 @@ def weather_tool(name: str) -> dict[str, Any]:
 def judge_canary(canary: Canary, reply: Reply) -> tuple[bool, str]:
     """Whether the answer is right, and if not, why."""
     if canary.kind == "tool":
-        return judge_tool(
-            [(call.name, call.arguments) for call in reply.tool_calls], canary.tool, dict(canary.expect_json)
-        )
+        calls = [(call.name, call.arguments) for call in reply.tool_calls]
+        return judge_tool(calls, canary.tool, canary.expect or dict(canary.expect_json))
     if reply.finish_reason != "stop":
         return False, f"finish_reason is {reply.finish_reason!r}, expected 'stop'"
     if canary.kind == "json":
         result = judge_json(reply.text, reply.reasoning, dict(canary.expect_json))
     elif canary.kind == "code":
         result = judge_code(reply.text, reply.reasoning, canary.expect)
+    elif canary.kind == "number":
+        result = judge_number(reply.text, reply.reasoning, canary.expect)
     else:
         result = judge_exact(reply.text, reply.reasoning, canary.expect)
     return result.ok, result.message
 
 
-def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Mapping[str, Any]) -> tuple[bool, str]:
-    """Exactly one call of the tool, with at least the wanted arguments; `calls` are (name, raw argument text)."""
+def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Any) -> tuple[bool, str]:
+    """Exactly one call of the tool; `calls` are (name, raw argument text).
+
+    `wanted` is an object, of which every key must be there with its value, or any other JSON value, which must be equal.
+    """
     names = [name for name, _ in calls]
     if names != [tool]:
         return False, f"tool calls are {names}, expected exactly one of {tool}"
@@ -568,8 +565,12 @@ def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Mapping[str,
         arguments = json.loads(calls[0][1])
     except ValueError:
         return False, f"tool arguments are no JSON: {calls[0][1][:200]!r}"
-    if not isinstance(arguments, dict) or any(arguments.get(key) != value for key, value in wanted.items()):
-        return False, f"tool arguments are {arguments!r}, expected {dict(wanted)!r}"
+    if isinstance(wanted, Mapping):
+        good = isinstance(arguments, dict) and all(arguments.get(key) == value for key, value in wanted.items())
+    else:
+        good = arguments == wanted
+    if not good:
+        return False, f"tool arguments are {arguments!r}, expected {wanted!r}"
     return True, ""
 
 

@@ -21,6 +21,7 @@ from pytest_dspark.errors import DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, write_whole
 from pytest_dspark.plan import RUN_LABEL, Plan, as_json, launch_order
 from pytest_dspark.preflight import leftovers
+from pytest_dspark.sanitize import mask_text
 
 FINGERPRINT_LABEL = "io.dspark.fingerprint"
 HEARTBEAT_S = 15.0
@@ -119,6 +120,15 @@ def last_lines(path: Path, count: int = 3) -> str:
     """The last lines of a log, for a message; empty lines and long tails are cut."""
     lines = [line.strip() for line in read_text(path)[-8000:].splitlines() if line.strip()]
     return " | ".join(line[-240:] for line in lines[-count:]) or "(nothing)"
+
+
+def keep_log(site: Site, rank: int, rank_id: str) -> None:
+    """Fetch the rank's whole log into the run folder; secret values that it was given are masked in what is kept."""
+    spec = site.plan.specs[rank]
+    site.host(spec).save_log(rank_id, site.log_path(rank))
+    values = [value for key, value in spec.env if key in spec.secrets]
+    if values:
+        write_whole(site.log_path(rank), mask_text(read_text(site.log_path(rank)), values))
 
 
 # --- is it alive?
@@ -221,7 +231,7 @@ def read_ranks(site: Site, engine: Engine) -> list[gate.Rank]:
 
 def _read_rank(site: Site, spec: RankSpec, rank_id: str) -> gate.Rank:
     host, entry = site.host(spec), site.plan.cluster.hosts[spec.rank]
-    host.save_log(rank_id, site.log_path(spec.rank))
+    keep_log(site, spec.rank, rank_id)
     facts = host.inspect(rank_id)
     return gate.Rank(
         number=spec.rank,
@@ -251,7 +261,7 @@ def stop(site: Site, ids: Mapping[int, str], *, run_id: str) -> dict[str, Any]:
     problems: list[str] = []
     begin = site.clock()
     for rank, rank_id in sorted(ids.items()):
-        _try(problems, lambda r=rank, i=rank_id: site.host(site.plan.specs[r]).save_log(i, site.log_path(r)))  # type: ignore[misc]
+        _try(problems, lambda r=rank, i=rank_id: keep_log(site, r, i))  # type: ignore[misc]
     ends: dict[int, RankState] = {}
     for rank, rank_id in sorted(ids.items()):
         site.say(f"stopping rank {rank} on {site.plan.specs[rank].host}")
@@ -272,7 +282,7 @@ def stop(site: Site, ids: Mapping[int, str], *, run_id: str) -> dict[str, Any]:
 def _stop_one(site: Site, rank: int, rank_id: str) -> RankState:
     host = site.host(site.plan.specs[rank])
     state = host.stop(rank_id, grace_s=site.plan.recipe.launch.stop_grace_s)
-    host.save_log(rank_id, site.log_path(rank))
+    keep_log(site, rank, rank_id)
     host.remove(rank_id)
     return state
 
@@ -316,12 +326,6 @@ def _try(problems: list[str], action: Callable[[], object]) -> None:
         action()
     except DsparkError as error:
         problems.append(str(error))
-
-
-def save_states(site: Site, found: Mapping[int, RankState]) -> None:
-    """Write the ranks' last known states beside their logs."""
-    body = "\n".join(f"rank {rank}: {state}" for rank, state in sorted(found.items()))
-    write_whole(site.folder / "states.txt", body + "\n")
 
 
 def adopt(site: Site, *, run_id: str | None) -> Engine:

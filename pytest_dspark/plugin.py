@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,19 +107,6 @@ def wanted_marks(config: pytest.Config) -> tuple[str, ...]:
         return selection.wanted_by_ids(config.args)
     compiled = Expression.compile(expression)
     return selection.wanted(lambda names: compiled.evaluate(lambda name, **_: name in names))
-
-
-def _refuse_unknown_marks(config: pytest.Config) -> None:
-    """A mistyped mark would select nothing and look like a quiet day."""
-    expression = config.getoption("markexpr") or ""
-    words = re.findall(r"[^\W\d]\w*", re.sub(r"\([^()]*=[^()]*\)", "", expression))
-    seen = set(words) - {"and", "or", "not", "True", "False", "None"}
-    known = {line.partition(":")[0].partition("(")[0].strip() for line in config.getini("markers")}
-    unknown = sorted(seen - known)
-    if unknown:
-        raise pytest.UsageError(
-            f"-m {expression!r}: {', '.join(unknown)} is no registered mark, expected some of {', '.join(sorted(known))}"
-        )
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
@@ -294,7 +280,6 @@ def check_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _refuse_unknown_marks(config)
     marks = wanted_marks(config)
     gone = [item for item in items if profile_of(item) and profile_of(item) not in marks]
     if gone:

@@ -106,8 +106,9 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One question of the gate. `kind`: `exact` (answer equals `expect`), `code` (answer holds exactly the code),
-    `json` (answer is this object) or `tool` (a call of `tool` with the arguments of `expect_json`).
+    """One question of the gate. `kind`: `exact` (answer equals `expect`), `number` (the number that the answer comes to),
+    `code` (answer holds exactly the code), `json` (answer is this object) or `tool` (a call of `tool` with at least the
+    arguments of `expect_json`, or with exactly the text `expect`).
 
     `filler` sentences stand before and after `needle` in a `code` canary.
     """
@@ -442,9 +443,9 @@ def _pattern(text: str, where: str) -> re.Pattern[str]:
 
 
 def _canary(table: dict[str, Any], where: str) -> Canary:
-    if table.get("kind") not in ("exact", "code", "json", "tool"):
+    if table.get("kind") not in ("exact", "number", "code", "json", "tool"):
         raise ConfigError(
-            "RECIPE_INVALID", f"{where}: kind must be exact, code, json or tool, found {table.get('kind')!r}"
+            "RECIPE_INVALID", f"{where}: kind must be exact, number, code, json or tool, found {table.get('kind')!r}"
         )
     expect_json = tuple(sorted(table.get("expect_json", {}).items()))
     canary = _build(Canary, {**table, "expect_json": expect_json}, where)

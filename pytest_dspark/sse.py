@@ -42,11 +42,14 @@ class Parser:
             self._skip_lf = False
             data = data.removeprefix(b"\n")
         self._skip_lf = self._skip_lf or data.endswith(b"\r")
-        self._rest += data
-        if b"\n" not in data and b"\r" not in data:
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        first, *lines = data.split(b"\n")
+        self._rest += first
+        if not lines:
             return []
-        *lines, rest = bytes(self._rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = bytearray(rest)
+        lines = [bytes(self._rest), *lines]
+        self._rest = bytearray(lines.pop())
         return [event for line in lines if (event := self._take(line, stamp))]
 
     def end(self, stamp: float) -> list[Event]:

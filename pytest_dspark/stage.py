@@ -52,6 +52,7 @@ class Session:
     launch_error: DsparkError | None = None
     stopped: dict[str, Any] | None = None
     reused: bool = False
+    say: Callable[[str], None] = print
 
 
 class Stage:
@@ -172,7 +173,8 @@ class Stage:
     def _acquire(self, session: Session) -> None:
         plan = session.plan
         session.hosts = {entry.name: self._open_host(entry, plan) for entry in plan.cluster.hosts}
-        session.site = launch.Site(plan, session.hosts, self._run, self._say_for(session), self._cancelled.is_set)
+        session.say = self._say_for(session)
+        session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set)
         self._live = session
         session.engine = self._start(session)
         session.endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key)
@@ -209,7 +211,7 @@ class Stage:
         return lambda text: self._say(f"{session.mark} +{watch.elapsed_s:.0f}s: {text}")
 
     def _phase(self, session: Session, name: str) -> Phase:
-        return Phase(session.phases, name, self._say_for(session))
+        return Phase(session.phases, name, session.say)
 
     # --- watching
 

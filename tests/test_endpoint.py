@@ -5,6 +5,7 @@ import pickle
 import random
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -242,7 +243,7 @@ def cut(segments, places):
     start, pieces = 0, []
     for at, data in segments:
         inside = [0, *(place - start for place in places if start < place < start + len(data)), len(data)]
-        pieces += [(at, data[one:two]) for one, two in zip(inside, inside[1:], strict=False)]
+        pieces += [(at, data[one:two]) for one, two in pairwise(inside)]
         start += len(data)
     return pieces
 

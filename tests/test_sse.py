@@ -1,6 +1,7 @@
 """Bytes to events: the same events for every split of the bytes."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -34,7 +35,7 @@ BODIES = {
 
 def packets(data: bytes, cuts) -> list[bytes]:
     places = [0, *sorted(cuts), len(data)]
-    return [data[start:end] for start, end in zip(places, places[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(places)]
 
 
 def play(parts) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_dspark.answers import judge_code, judge_exact, judge_json
+from pytest_dspark.answers import judge_code, judge_json, judge_number
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.gate import canary_prompt, judge_tool, weather_tool
@@ -73,7 +73,7 @@ def judge_arithmetic(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     if floor < 1 or floor > len(cases):
         return Verdict(Status.ERROR, "RECIPE_INVALID", f"arithmetic_floor is {floor}, expected 1 to {len(cases)}")
     cut = [limit for case in cases if (limit := _token_limit(case["reply"]))]
-    results = [judge_exact(case["reply"]["text"], case["reply"]["reasoning"], case["expect"]) for case in cases]
+    results = [judge_number(case["reply"]["text"], case["reply"]["reasoning"], case["expect"]) for case in cases]
     right = sum(result.ok for result in results)
     if right >= floor:
         return PASS
@@ -125,7 +125,7 @@ def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
         stream=True,
     )
     return Finding(
-        "correctness.tool", {"tool": "get_weather", "expect": {"city": settings["tool_city"]}, "reply": reply}
+        "correctness.tool", {"tool": "get_weather", "expect": settings["tool_expect"], "reply": reply}
     )
 
 

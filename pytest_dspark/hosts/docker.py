@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import docker
 import requests
@@ -24,7 +24,12 @@ from pytest_dspark.hosts.command import run_here
 from pytest_dspark.hosts.listeners import TABLES, listening_inodes, local_owner, owner_from_ss
 from pytest_dspark.hosts.logfile import LogSink, save_longer_stream
 from pytest_dspark.hosts.options import create_body
+from pytest_dspark.hosts.transport import LinkAdapter, dial_unix
 
+if TYPE_CHECKING:
+    from pytest_dspark.hosts.ssh import SshConnection
+
+NOWHERE = "http://docker.invalid:2375"
 API_S = 15.0
 START_S = 120.0
 STOP_MARGIN_S = 30.0
@@ -41,7 +46,7 @@ class Connection(Protocol):
     address: str
     local: bool
 
-    def client(self, version: str) -> Any: ...
+    def dial(self) -> Any: ...
 
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output: ...
 
@@ -56,10 +61,8 @@ class LocalConnection:
     def __init__(self, name: str, url: str) -> None:
         self._name, self.address = name, url
 
-    def client(self, version: str) -> Any:
-        client = docker.APIClient(base_url=self.address, version=version, timeout=API_S)
-        client.trust_env = False
-        return client
+    def dial(self) -> Any:
+        return dial_unix(self.address.removeprefix("unix://"))
 
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
         return run_here(self._name, argv, timeout=timeout)
@@ -73,19 +76,12 @@ class RemoteConnection:
 
     local = False
 
-    def __init__(self, name: str, url: str) -> None:
-        from pytest_dspark.hosts.ssh import SshConnection
+    def __init__(self, ssh: SshConnection) -> None:
+        self._ssh = ssh
+        self.address = f"ssh://{ssh.target}"
 
-        self._ssh = SshConnection(name, url)
-        self.address = f"ssh://{self._ssh.target}"
-
-    def client(self, version: str) -> Any:
-        from pytest_dspark.hosts.ssh import DialAdapter
-
-        client = docker.APIClient(base_url="http://docker.invalid:2375", version=version, timeout=API_S)
-        client.trust_env = False
-        client.mount("http://", DialAdapter(self._ssh))
-        return client
+    def dial(self) -> Any:
+        return self._ssh.dial_docker()
 
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
         return self._ssh.run(argv, timeout=timeout)
@@ -97,8 +93,11 @@ class RemoteConnection:
 def open_docker(entry: HostEntry) -> DockerHost:
     """The Docker host of a cluster entry; nothing is contacted yet."""
     url = entry.docker or ""
-    connect = RemoteConnection if url.startswith("ssh://") else LocalConnection
-    return DockerHost(entry.name, connect(entry.name, url))
+    if not url.startswith("ssh://"):
+        return DockerHost(entry.name, LocalConnection(entry.name, url))
+    from pytest_dspark.hosts.ssh import SshConnection
+
+    return DockerHost(entry.name, RemoteConnection(SshConnection(entry.name, url)))
 
 
 class DockerHost:
@@ -121,7 +120,9 @@ class DockerHost:
     def _api(self) -> Any:
         with self._lock:
             if self._client is None:
-                client = self._connection.client(DEFAULT_DOCKER_API_VERSION)
+                client = docker.APIClient(NOWHERE, version=DEFAULT_DOCKER_API_VERSION, timeout=API_S)
+                client.trust_env = False
+                client.mount("http://", LinkAdapter(self._connection.dial))
                 version = agreed_version(self.name, client.version(api_version=False), os.environ)
                 client._version = version
                 self._client = client
@@ -505,8 +506,12 @@ def _said(error: APIError) -> str:
 
 def _cause(error: BaseException) -> str:
     """The innermost reason: requests wraps urllib3, which wraps the system's error."""
-    while isinstance(inner := getattr(error, "reason", None) or error.__cause__ or error.__context__, BaseException):
-        error = inner
-        if isinstance(error, TimeoutError):
-            return "no answer in time"
-    return str(error) or type(error).__name__
+    seen: list[BaseException] = []
+    inner: BaseException | None = error
+    while inner is not None and inner not in seen and not isinstance(inner, TimeoutError):
+        seen.append(inner)
+        reason = getattr(inner, "reason", None)
+        inner = reason if isinstance(reason, BaseException) else inner.__cause__ or inner.__context__
+    if isinstance(inner, TimeoutError):
+        return "no answer in time"
+    return str(seen[-1]) or type(seen[-1]).__name__

@@ -42,9 +42,9 @@ def copy_growing(log: Path, sink: Path, over: Callable[[], bool]) -> None:
 
 
 def save_longer(log: Path, sink: Path) -> None:
-    """The whole log into the sink, unless the sink holds as much or more already. Raises OSError."""
+    """The whole log into the sink, unless the sink holds more already. Raises OSError."""
     sink.parent.mkdir(parents=True, exist_ok=True)
-    if sink.exists() and sink.stat().st_size >= log.stat().st_size:
+    if sink.exists() and (sink.samefile(log) or sink.stat().st_size > log.stat().st_size):
         return
     whole = _beside(sink)
     shutil.copyfile(log, whole)
@@ -58,7 +58,7 @@ def save_longer_stream(chunks: Iterable[bytes], sink: Path) -> None:
     try:
         with whole.open("wb") as file:
             file.writelines(chunks)
-        if not sink.exists() or sink.stat().st_size < whole.stat().st_size:
+        if not sink.exists() or sink.stat().st_size <= whole.stat().st_size:
             whole.replace(sink)
     finally:
         whole.unlink(missing_ok=True)

@@ -12,16 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import paramiko
-import requests
 from paramiko.pkey import UnknownKeyType
-from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection
-from urllib3.connectionpool import HTTPConnectionPool
 
 from pytest_dspark.cluster import Output
 from pytest_dspark.errors import HostError
@@ -31,9 +26,9 @@ from pytest_dspark.hosts.ssh_config import Target
 
 CONNECT_S = 10.0
 KEEPALIVE_S = 15
+EXIT_S = 1.0
 MAX_KEYS = 5
 MAX_COMMANDS = 4
-MAX_DOCKER = 4
 MAX_OUTPUT = 10 * 1024 * 1024
 MAX_NOISE = 256 * 1024
 DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -51,7 +46,8 @@ class Places:
 
 
 class SshConnection:
-    """The connection to one host, opened at first use and again after it broke. At most eight channels at a time."""
+    """The connection to one host, opened at first use and again after it broke. Four commands at most
+    at a time, and transport.MAX_LINKS to Docker: eight channels of the ten that sshd allows."""
 
     def __init__(self, name: str, url: str, *, places: Places | None = None) -> None:
         self.name = name
@@ -64,6 +60,7 @@ class SshConnection:
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
         """Run one command, as it is, with no shell of its own. Raises HOST_UNREACHABLE after `timeout` seconds or above 10 MB."""
         with self._commands, self._translated(), self.channel(argv) as (channel, noise):
+            channel.shutdown_write()
             return _collect(self.name, channel, argv, time.monotonic() + timeout, noise)
 
     @contextmanager
@@ -92,6 +89,11 @@ class SshConnection:
                 )
             noise += more
         return channel, f"{mark}\n".encode()
+
+    def dial_docker(self) -> ChannelSocket:
+        """A link to the host's Docker engine. Raises HOST_UNREACHABLE; that docker is missing shows at the first request."""
+        with self._translated():
+            return ChannelSocket(self.name, *self.open(["docker", "system", "dial-stdio"]))
 
     def _session(self) -> paramiko.Channel:
         transport = self._connected()
@@ -294,6 +296,8 @@ class _ChannelReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         data = self._owner.channel.recv(len(buffer))
         buffer[: len(data)] = data
+        if not data:
+            self._owner.channel.status_event.wait(EXIT_S)
         return len(data)
 
     def close(self) -> None:
@@ -305,9 +309,29 @@ class _ChannelReader(io.RawIOBase):
 class ChannelSocket:
     """A channel in the shape of a socket: what http.client needs, and closed like one, after its readers."""
 
-    def __init__(self, channel: paramiko.Channel) -> None:
+    def __init__(self, name: str, channel: paramiko.Channel, mark: bytes) -> None:
         self.channel = channel
+        self._name, self._mark = name, mark
         self._readers, self._closed = 0, False
+
+    @property
+    def alive(self) -> bool:
+        return not self.channel.closed and not self.channel.eof_received
+
+    def failure(self) -> HostError | None:
+        """Why dial-stdio ended by itself; None if it did not, or if the connection simply broke."""
+        channel = self.channel
+        if self.alive or not channel.status_event.wait(EXIT_S) or channel.exit_status <= 0:
+            return None
+        said = ""
+        with suppress(OSError):
+            raw = channel.makefile_stderr("rb").read().partition(self._mark)[2]
+            said = raw.decode("utf-8", "replace").strip()[-300:]
+        if channel.exit_status == 127:
+            what = f"docker is not on PATH of a non-interactive shell ({said})"
+            return HostError("DOCKER_MISSING", f"{self._name}: {what}")
+        what = f"docker system dial-stdio ended with code {channel.exit_status}: {said}"
+        return HostError("HOST_UNREACHABLE", f"{self._name}: {what}")
 
     def makefile(self, *_args: Any, **_more: Any) -> io.BufferedReader:
         self._readers += 1
@@ -332,70 +356,3 @@ class ChannelSocket:
         self._closed = True
         if not self._readers:
             self.channel.close()
-
-
-class _DialConnection(HTTPConnection):
-    """An HTTP connection to the host's Docker engine through one channel."""
-
-    def __init__(self, *args: Any, ssh: SshConnection, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._ssh = ssh
-
-    def connect(self) -> None:
-        with self._ssh._translated():
-            channel, _ = self._ssh.open(["docker", "system", "dial-stdio"])
-        self.sock: Any = ChannelSocket(channel)
-
-    @property
-    def is_connected(self) -> bool:
-        return self.sock is not None and not self.sock.channel.closed and not self.sock.channel.eof_received
-
-    def getresponse(self) -> Any:
-        channel = self.sock.channel
-        try:
-            return super().getresponse()
-        except (HTTPException, ConnectionError) as error:
-            raise _dial_failure(self._ssh.name, channel) or error from error
-
-
-class _DialPool(HTTPConnectionPool):
-    """Waits a bounded time for one of its channels."""
-
-    ConnectionCls = _DialConnection
-
-    def _get_conn(self, timeout: float | None = None) -> Any:
-        return super()._get_conn(timeout or CONNECT_S)
-
-
-def _dial_failure(name: str, channel: paramiko.Channel) -> HostError | None:
-    """Why dial-stdio ended without an answer; None if the connection simply broke."""
-    if not channel.status_event.wait(2.0) or channel.exit_status <= 0:
-        return None
-    with suppress(OSError):
-        said = channel.makefile_stderr("rb").read().decode("utf-8", "replace").strip()[-300:]
-    if channel.exit_status == 127:
-        return HostError("DOCKER_MISSING", f"{name}: docker is not on PATH of a non-interactive shell ({said})")
-    return HostError(
-        "HOST_UNREACHABLE", f"{name}: docker system dial-stdio ended with code {channel.exit_status}: {said}"
-    )
-
-
-class DialAdapter(HTTPAdapter):
-    """requests over `docker system dial-stdio`: at most four channels, each given back or closed."""
-
-    def __init__(self, ssh: SshConnection) -> None:
-        self._dial = _DialPool("localhost", maxsize=MAX_DOCKER, block=True, ssh=ssh)
-        super().__init__()
-
-    def get_connection_with_tls_context(self, *_args: Any, **_more: Any) -> HTTPConnectionPool:
-        return self._dial
-
-    def get_connection(self, *_args: Any, **_more: Any) -> HTTPConnectionPool:
-        return self._dial
-
-    def request_url(self, request: requests.PreparedRequest, proxies: Any) -> str:  # noqa: ARG002
-        return request.path_url
-
-    def close(self) -> None:
-        self._dial.close()
-        super().close()
