@@ -1,165 +1,192 @@
-"""What the emulated model says: rules that really read the prompt, so that a wrong prompt gets a wrong answer."""
+"""The model: rules that really read the prompt, and prose for everything else. The same prompt and seed, the same answer."""
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain, islice
 from typing import Any
 
-_CODE = re.compile(r"(?:code|secret|key|password|number)[^.\n]{0,40}? is:? \**([A-Z0-9]{2,}(?:-[A-Z0-9]+)+|[0-9]{4,8})", re.IGNORECASE)
-_TIMES = re.compile(r"(-?\d+)\s*(?:times|multiplied by|[x×*])\s*(-?\d+)", re.IGNORECASE)
-_SUM = re.compile(r"(-?\d+)\s*(plus|minus|\+|-)\s*(-?\d+)", re.IGNORECASE)
-_PAIR = re.compile(r"([a-z_]+) is (-?\d+)")
-_CAPITALS = {"France": "Paris", "Germany": "Berlin", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo"}
-_WORDS = """the keeper climbed the narrow stairs while rain beat on the glass and far below the grey sea turned over its stones
-a lamp burned in the upper room where nobody had slept since spring and the old clock kept its own slow time""".split()
+import arithmetic
+import prose
+import retrieval
+import tokens
+import tools
+from faults import Faults
+
+CAPITALS = {
+    "argentina": "Buenos Aires", "australia": "Canberra", "austria": "Vienna", "belgium": "Brussels", "brazil": "Brasília",
+    "canada": "Ottawa", "chile": "Santiago", "china": "Beijing", "denmark": "Copenhagen", "egypt": "Cairo", "finland": "Helsinki",
+    "france": "Paris", "germany": "Berlin", "greece": "Athens", "india": "New Delhi", "ireland": "Dublin", "italy": "Rome",
+    "japan": "Tokyo", "kenya": "Nairobi", "mexico": "Mexico City", "norway": "Oslo", "peru": "Lima", "poland": "Warsaw",
+    "portugal": "Lisbon", "spain": "Madrid", "sweden": "Stockholm", "switzerland": "Bern", "turkey": "Ankara",
+}  # fmt: skip
+QUESTION_CHARACTERS = 400
+_EXACTLY = re.compile(
+    r"\b(?:reply|respond|answer|say|output|print|return|write)\b[^.\n]{0,40}?(?::|\b(?:exactly|only|with|word|text))\s*:?\s+"
+    r"(?:[\"'`]([^\"'`\n]{1,80})[\"'`]|((?-i:[A-Z0-9]+(?:_[A-Z0-9]+)+)))",
+    re.IGNORECASE,
+)
+_LENGTH = re.compile(r"\b(\d{2,5})[- ](words?|sentences?|tokens?)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request asks of the model."""
+
+    text: str
+    question: str
+    seed: int
+    thinking: bool
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Any = "none"
+    response_format: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One answer before it is cut into pieces. `calls` are (name, arguments text)."""
+    """What the model is going to say. Texts come in parts, perhaps without end; `reasoning` None is no thinking."""
 
-    reasoning: str
-    text: str
-    calls: tuple[tuple[str, str], ...]
-    budget: int
-    finish: str
-    seed: int
-    exact: int = 0
+    reasoning: Iterable[str] | None
+    content: Iterable[str]
+    calls: tuple[tools.Call, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One event: text of one kind and how many tokens it stands for."""
-
-    kind: str
-    text: str
-    tokens: int
-    finish: str | None = None
-    name: str = ""
-    cached: int = 0
+def question_of(text: str) -> str:
+    """The last question of a rendered chat or of a plain text: its last lines."""
+    user = text.rpartition(tokens.SPECIALS[tokens.USER])[2]
+    user = user.partition(tokens.SPECIALS[tokens.ASSISTANT])[0]
+    return user.strip()[-QUESTION_CHARACTERS:]
 
 
-def with_cached(piece: Piece, cached: int) -> Piece:
-    return replace(piece, cached=cached)
+def plan(asked: Asked, faults: Faults, *, garbled: bool) -> Plan:
+    """The whole answer, with the model's faults in it."""
+    calls = tools.called(asked.tools, asked.tool_choice, asked.question)
+    calls = tuple(_faulty_call(call, faults) for call in calls)
+    short = "" if calls else _short_answer(asked)
+    short = _off(short) if short and "wrong_answer" in faults else short
+    content: Iterable[str] = () if calls else (short,) if short else _prose(asked)
+    reasoning = _reasoning(asked, short, faults)
+    if garbled:
+        content = _garbled(content, asked.seed)
+        reasoning = _garbled(reasoning, asked.seed) if reasoning is not None else None
+    return Plan(reasoning, content, calls)
 
 
-def answer(prompt: str, body: Mapping[str, Any], chat: bool, args: argparse.Namespace, faults: Mapping[str, str], tokenizer: Any) -> Plan:
-    """The whole answer to one request, cut to its budget."""
-    seed = int(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:8], 16)
-    budget = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
-    thinking = chat and _thinking(body, args)
-    calls = _calls(prompt, body, faults) if chat else ()
-    text = "" if calls else _text(prompt, body, seed)
-    if "wrong_answer" in faults and not calls:
-        text = re.sub(r"\d", lambda match: str((int(match.group()) + 1) % 10), text)
-    if "garble" in faults or int(args.compilation_config.get("mode", 3)) != 0:
-        text = "\ufffd" + text[::-1] + " 的的的的 \ufffd\ufffd"
-    reasoning = "I read the question and look at what it asks for. " * (4000 if "think_forever" in faults else 1) if thinking else ""
-    plan = Plan(reasoning, text, calls, budget, "tool_calls" if calls else "stop", seed)
-    return _fit(plan, body, tokenizer)
+def _reasoning(asked: Asked, short: str, faults: Faults) -> Iterable[str] | None:
+    begin = f"The question is: {asked.question[-80:].strip()}\nI read it once more and work it out step by step. "
+    if "think_forever" in faults:
+        return chain((begin,), prose.sentences(asked.seed))
+    if not asked.thinking:
+        return None
+    return (begin + (f"The result is {short[:60]}, and I give it as asked." if short else "I will write it plainly."),)
 
 
-def _thinking(body: Mapping[str, Any], args: argparse.Namespace) -> bool:
-    given = dict(args.default_chat_template_kwargs) | dict(body.get("chat_template_kwargs") or {})
-    return bool(given.get("thinking", False)) and bool(args.reasoning_parser)
+# --- short answers
 
 
-def _fit(plan: Plan, body: Mapping[str, Any], tokenizer: Any) -> Plan:
-    """Cut to the budget, or fill up to min_tokens; `exact` is the number of tokens where the length was asked for."""
-    ids = tokenizer.encode(plan.text)
-    spent = len(tokenizer.encode(plan.reasoning))
-    least = plan.budget if body.get("ignore_eos") else int(body.get("min_tokens") or 0)
-    if len(ids) + spent < least and not plan.calls:
-        prose = tokenizer.encode(" " + _prose(plan.seed, least * 2))
-        ids = (ids + prose)[: max(least - spent, 0)]
-    if spent >= plan.budget and plan.reasoning:
-        return replace(plan, reasoning=tokenizer.decode(tokenizer.encode(plan.reasoning)[: plan.budget]), text="", calls=(), finish="length")
-    finish = "length" if len(ids) + spent >= plan.budget and not plan.calls else plan.finish
-    return replace(plan, text=tokenizer.decode(ids[: plan.budget - spent]), finish=finish)
+def _short_answer(asked: Asked) -> str:
+    question = asked.question
+    if asked.response_format and asked.response_format.get("type") in ("json_object", "json_schema"):
+        return _json_answer(asked)
+    exact = _EXACTLY.search(question)
+    if exact:
+        return exact.group(1) or exact.group(2)
+    if re.search(r"\bJSON\b", question, re.IGNORECASE) and (tools.literal(question) or tools.pairs(question)):
+        return tools.literal(question) or json.dumps(tools.pairs(question))
+    if retrieval.KEYWORD.search(question):
+        return retrieval.answer(asked.text, question) or "I could not find that in the text."
+    return _known(question)
 
 
-def _prose(seed: int, words: int) -> str:
-    chooser = random.Random(seed)
-    return " ".join(chooser.choice(_WORDS) for _ in range(words))
-
-
-def _question(prompt: str) -> str:
-    """The last lines decide what is asked."""
-    return prompt[-400:]
-
-
-def _text(prompt: str, body: Mapping[str, Any], seed: int) -> str:
-    question = _question(prompt)
-    if body.get("response_format") or "JSON" in question:
-        return _json(question, body)
-    found = re.search(r"\b(?:code|secret|key|password)\b", question, re.IGNORECASE) and _CODE.search(prompt)
-    if found:
-        return found.group(1)
-    return _number(question) or _capital(question) or _prose(seed, 40 + seed % 20)
-
-
-def _number(question: str) -> str:
-    times, total = _TIMES.search(question), _SUM.search(question)
-    if times:
-        return str(int(times[1]) * int(times[2]))
-    if total:
-        sign = -1 if total[2].lower() in ("minus", "-") else 1
-        return str(int(total[1]) + sign * int(total[3]))
+def _known(question: str) -> str:
+    number = arithmetic.value(question)
+    if number is not None:
+        return arithmetic.spelled(number)
+    lowered = question.lower()
+    primes = re.search(r"\b(\d{1,4}) prime", lowered)
+    if primes:
+        return ", ".join(map(str, _primes(int(primes.group(1)))))
+    count = re.search(r"\bcount (?:from )?(\d{1,5}) (?:up )?to (\d{1,5})\b", lowered)
+    if count:
+        return ", ".join(map(str, range(int(count.group(1)), int(count.group(2)) + 1)))
+    if "capital" in lowered:
+        return next((city for country, city in CAPITALS.items() if country in lowered), "")
     return ""
 
 
-def _capital(question: str) -> str:
-    if "capital" not in question:
-        return ""
-    return next((f"The capital of {land} is {city}." for land, city in _CAPITALS.items() if land in question), "")
+def _primes(count: int) -> list[int]:
+    found: list[int] = []
+    number = 2
+    while len(found) < count:
+        if all(number % prime for prime in found if prime * prime <= number):
+            found.append(number)
+        number += 1
+    return found
 
 
-def _json(question: str, body: Mapping[str, Any]) -> str:
-    pairs = {key: int(value) for key, value in _PAIR.findall(question)}
-    schema = ((body.get("response_format") or {}).get("json_schema") or {}).get("schema") or {}
-    wanted = schema.get("properties") or pairs
-    return json.dumps({key: pairs.get(key, 0) for key in wanted})
+def _json_answer(asked: Asked) -> str:
+    form = asked.response_format or {}
+    schema = (form.get("json_schema") or {}).get("schema")
+    if schema:
+        return json.dumps(tools.filled(schema, asked.question))
+    said = tools.literal(asked.question)
+    return said or json.dumps(tools.pairs(asked.question) or {"answer": _known(asked.question) or "unknown"})
 
 
-def _calls(prompt: str, body: Mapping[str, Any], faults: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    tools, choice = body.get("tools") or (), body.get("tool_choice", "auto")
-    if not tools or choice == "none":
-        return ()
-    forced = choice.get("function", {}).get("name") if isinstance(choice, Mapping) else None
-    functions = [tool["function"] for tool in tools if forced in (None, tool["function"]["name"])]
-    if not functions or (choice == "auto" and not re.search(r"weather|tool", prompt, re.IGNORECASE)):
-        return ()
-    arguments = json.dumps(_arguments(_question(prompt), functions[0].get("parameters") or {}))
-    return ((functions[0]["name"], arguments[: len(arguments) // 2] if "cut_tool_args" in faults else arguments),)
+# --- long answers
 
 
-def _arguments(question: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    names = re.findall(r"\b(?:in|of|for) ([A-Z][a-z]+)", question) or [""]
-    numbers = [int(number) for number in re.findall(r"\d+", question)] or [0]
-    kinds = {"integer": numbers[0], "number": numbers[0], "boolean": True}
-    return {name: kinds.get(spec.get("type", ""), names[0]) for name, spec in (parameters.get("properties") or {}).items()}
+def _prose(asked: Asked) -> Iterable[str]:
+    """As long as the question asks for: so many words, `long`, else a paragraph."""
+    subject = re.search(r"\babout (an? [a-z]+(?: [a-z]+)?|the [a-z]+)", asked.question)
+    name = re.sub(r"^an? ", "the ", subject.group(1)) if subject else ""
+    length = _LENGTH.search(asked.question)
+    endless = prose.sentences(asked.seed, name)
+    if length and length.group(2).lower().startswith("sentence"):
+        return islice(endless, int(length.group(1)))
+    words = (
+        int(length.group(1)) if length else 500 if re.search(r"\b(long|essay|detail)", asked.question.lower()) else 60
+    )
+    return (prose.text(asked.seed, name, words),)
 
 
-def pieces(plan: Plan, k: int, tokenizer: Any) -> Iterator[Piece]:
-    """The answer as events of one to K + 1 tokens; the last one says why it ended."""
-    chooser = random.Random(plan.seed)
-    made: list[Piece] = []
-    for kind, text in (("reasoning", plan.reasoning), ("content", plan.text)):
-        ids = tokenizer.encode(text)
-        while ids:
-            count = min(len(ids), chooser.randint(1, k + 1) if k else 1)
-            made.append(Piece(kind, tokenizer.decode(ids[:count]), count))
-            ids = ids[count:]
-    for name, arguments in plan.calls:
-        parts = [arguments[at : at + 7] for at in range(0, len(arguments), 7)] or [""]
-        made.append(Piece("tool", parts[0], 3, name=name))
-        made += [Piece("tool", part, 3) for part in parts[1:]]
-    made = made or [Piece("content", "", 1)]
-    yield from made[:-1]
-    yield replace(made[-1], finish=plan.finish)
+def more(seed: int) -> Iterable[str]:
+    """What comes when a request wants more tokens than the answer has."""
+    return chain((" ",), prose.sentences(seed ^ 0x5EED))
+
+
+# --- faults
+
+
+def _off(text: str) -> str:
+    """The same shape with other contents: each digit one more, each word-like code's first letter another."""
+    moved = re.sub(r"\d", lambda m: str((int(m.group()) + 1) % 10), text)
+    return moved if moved != text else f"{text[::-1]}"
+
+
+def _faulty_call(call: tools.Call, faults: Faults) -> tools.Call:
+    arguments = call.arguments
+    if "wrong_answer" in faults:
+        arguments = json.dumps({key: _off_value(value) for key, value in json.loads(arguments).items()})
+    if "cut_tool_args" in faults:
+        arguments = arguments[: max(1, len(arguments) // 2)]
+    return tools.Call(call.name, arguments)
+
+
+def _off_value(value: Any) -> Any:
+    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool):
+        return value + 1
+    return _off(value) if isinstance(value, str) and value else value
+
+
+def _garbled(parts: Iterable[str], seed: int) -> Iterable[str]:
+    """Letters and digits replaced, among them some from other scripts; the shape of the words is kept."""
+    chooser = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz的是яжüß"
+    for part in parts:
+        yield "".join(chooser.choice(letters) if char.isalnum() else char for char in part)

@@ -1,262 +1,220 @@
-"""The OpenAI API of the emulated head, in the shapes that vLLM 0.26 sends."""
+"""The HTTP API of the head: what each path answers."""
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import hmac
 import json
-import select
-import socket
-import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import answers
-import engine as engines
+import metrics
+import tokens
+import wire
+from argv import Settings
+from engine import DEAD, Engine
+from faults import Faults
+from httpserver import Reply, Request, dumped
+from intake import Intake, Refused
 from loglines import VERSION
+from sequence import Event, Token
 
-Reply = tuple[int, Mapping[str, Any]]
-DEAD = {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause.", "type": "InternalServerError", "param": None, "code": 500}
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 512
-    allow_reuse_address = True
+BIG_BODY = 200_000
+"""Bytes above which a body is read in a thread, so that a long prompt does not stop the others."""
+EVENTS_BEFORE_A_FAULT = 3
+SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+Body = dict[str, Any]
 
 
-def serve(args: argparse.Namespace, engine: engines.Engine, faults: Mapping[str, str], bind: str) -> Server:
-    """Start to answer in threads."""
-    handler = type("Handler", (_Handler,), {"args": args, "engine": engine, "faults": faults})
-    server = Server((bind or args.host, args.port), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+class Api:
+    """Answers requests with the engine."""
 
+    def __init__(self, settings: Settings, engine: Engine, faults: Faults, *, garbled: bool, key: str) -> None:
+        self._settings, self._engine, self._faults, self._key = settings, engine, faults, key
+        self._tokenizer = tokens.Tokenizer()
+        config = zlib.crc32(repr(sorted(settings.given.items(), key=str)).encode())
+        fingerprint = f"vllm-{VERSION}-tp{settings.tensor_parallel_size}-{config:08x}"
+        self._intake = Intake(settings, self._tokenizer, faults, fingerprint, garbled)
+        self._gets: Mapping[str, Callable[[Reply], Awaitable[None]]] = {
+            "/v1/models": self._models,
+            "/version": lambda reply: reply.json(200, {"version": VERSION}),
+            "/health": self._health,
+            "/ping": self._health,
+            "/metrics": self._metrics,
+            "/load": lambda reply: reply.json(200, {"server_load": engine.numbers.running + engine.numbers.waiting}),
+        }
+        self._posts: Mapping[str, Callable[[Body, Reply], Awaitable[None]]] = {
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/v1/chat/completions/render": self._render,
+            "/v1/chat/completions": lambda body, reply: self._generate(body, reply, chat=True),
+            "/v1/completions": lambda body, reply: self._generate(body, reply, chat=False),
+        }
 
-def _error(message: str, code: int = 400, kind: str = "BadRequestError") -> Reply:
-    return code, {"error": {"message": message, "type": kind, "param": None, "code": code}}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    args: argparse.Namespace
-    engine: engines.Engine
-    faults: Mapping[str, str]
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """The engine's own access lines are of no use here."""
-
-    def do_GET(self) -> None:
-        routes: dict[str, Callable[[], Reply]] = {"/v1/models": self._models, "/version": lambda: (200, {"version": VERSION})}
-        if self.path in ("/health", "/ping"):
-            self._send(200, b"", "text/plain")
-        elif self.path == "/metrics":
-            self._send(200, metrics_text(self.args, self.engine).encode(), "text/plain; version=0.0.4; charset=utf-8")
-        elif self.path in routes:
-            self._json(*routes[self.path]())
-        else:
-            self._json(404, {"detail": "Not Found"})
-
-    def do_POST(self) -> None:
+    async def answer(self, request: Request, reply: Reply) -> None:
+        """One request, whatever it is."""
         try:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
-        except ValueError as error:
-            self._json(*_error(str(error)))
-            return
-        routes: dict[str, Callable[[dict[str, Any]], Reply]] = {"/tokenize": self._tokenize, "/detokenize": self._detokenize, "/v1/chat/completions/render": self._render}
-        if self.path in routes:
-            self._json(*routes[self.path](body))
-        elif self.path in ("/v1/chat/completions", "/v1/completions"):
-            self._generate(body, chat="chat" in self.path)
+            await self._answer(request, reply)
+        except Refused as refused:
+            await reply.json(refused.code, refused.body)
+        if request.path != "/metrics":
+            key = request.path, request.method, f"{reply.status // 100}xx"
+            self._engine.numbers.http[key] = self._engine.numbers.http.get(key, 0) + 1
+
+    async def _answer(self, request: Request, reply: Reply) -> None:
+        if self._key and request.path.startswith("/v1") and not self._allowed(request):
+            await reply.json(401, {"error": "Unauthorized"})
+        elif request.method in ("GET", "HEAD") and request.path in self._gets:
+            await self._gets[request.path](reply)
+        elif request.method == "POST" and request.path == "/ping":
+            await self._health(reply)
+        elif request.method == "POST" and request.path in self._posts:
+            await self._posts[request.path](await self._read(request), reply)
+        elif request.path in self._gets or request.path in self._posts:
+            await reply.json(405, {"detail": "Method Not Allowed"})
         else:
-            self._json(404, {"detail": "Not Found"})
+            await reply.json(404, {"detail": "Not Found"})
+
+    def _allowed(self, request: Request) -> bool:
+        return hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {self._key}")
+
+    async def _read(self, request: Request) -> Body:
+        big = len(request.body) > BIG_BODY
+        try:
+            body = await asyncio.to_thread(json.loads, request.body) if big else json.loads(request.body)
+        except ValueError as error:
+            raise Refused(f"1 validation error: Invalid JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refused("1 validation error: Input should be a valid dictionary")
+        return body
 
     # --- what it says of itself
 
-    def _models(self) -> Reply:
-        length = int(self.faults.get("wrong_model_len") or self.args.max_model_len)
-        card = {"id": self.args.served_model_name, "object": "model", "created": int(time.time()), "owned_by": "vllm", "root": self.args.model_tag, "parent": None, "max_model_len": length}
-        return 200, {"object": "list", "data": [card]}
+    async def _models(self, reply: Reply) -> None:
+        length = int(self._faults.number("wrong_model_len") or self._settings.max_model_len)
+        name, now = self._settings.served_model_name, int(time.time())
+        permission = {
+            "id": f"modelperm-{zlib.crc32(name.encode()):08x}",
+            "object": "model_permission",
+            "created": now,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        card = {"id": name, "object": "model", "created": now, "owned_by": "vllm", "root": self._settings.model}
+        card |= {"parent": None, "max_model_len": length, "permission": [permission]}
+        await reply.json(200, {"object": "list", "data": [card]})
 
-    def _ids(self, body: Mapping[str, Any]) -> list[int]:
-        if "messages" in body:
-            return [1] * engines.TEMPLATE_TOKENS + self.engine.tokenizer.encode(chat_text(body["messages"]))
-        prompt = body.get("prompt", "")
-        return list(prompt) if isinstance(prompt, list) else [1, *self.engine.tokenizer.encode(str(prompt))]
+    async def _health(self, reply: Reply) -> None:
+        await reply.text(503 if self._engine.dead else 200, "")
 
-    def _tokenize(self, body: dict[str, Any]) -> Reply:
-        ids = self._ids(body)
-        return 200, {"count": len(ids), "max_model_len": self.args.max_model_len, "tokens": ids, "token_strs": None}
+    async def _metrics(self, reply: Reply) -> None:
+        text = metrics.page(self._engine.numbers, self._settings, self._engine.pool)
+        await reply.text(200, text, "text/plain; version=1.0.0; charset=utf-8")
 
-    def _detokenize(self, body: dict[str, Any]) -> Reply:
-        return 200, {"prompt": self.engine.tokenizer.decode(body.get("tokens") or [])}
+    # --- tokens
 
-    def _render(self, body: dict[str, Any]) -> Reply:
-        if not self.args.enable_scale_out:
-            return 403, {"detail": "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."}
-        return 200, {"token_ids": self._ids(body)}
+    async def _tokenize(self, body: Body, reply: Reply) -> None:
+        self._intake.check_model(body)
+        ids = await asyncio.to_thread(self._intake.prompt_ids, body)
+        strings = [self._tokenizer.decode((number,)) for number in ids] if body.get("return_token_strs") else None
+        found = {"count": len(ids), "max_model_len": self._settings.max_model_len, "tokens": ids, "token_strs": strings}
+        await reply.json(200, found)
+
+    async def _detokenize(self, body: Body, reply: Reply) -> None:
+        self._intake.check_model(body)
+        ids = body.get("tokens")
+        if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+            raise Refused("tokens: expected a list of token ids")
+        if (stranger := tokens.out_of_vocabulary(ids)) is not None:
+            raise Refused(f"Token id {stranger} is out of vocabulary")
+        await reply.json(200, {"prompt": await asyncio.to_thread(self._tokenizer.decode, ids)})
+
+    async def _render(self, body: Body, reply: Reply) -> None:
+        if not self._settings.enable_scale_out:
+            raise Refused(SCALE_OUT, 403, "Forbidden")
+        self._intake.check_model(body)
+        if "messages" not in body:
+            raise Refused("messages: expected a list of at least one message")
+        ids = await asyncio.to_thread(self._intake.prompt_ids, body)
+        ident = f"chatcmpl-{zlib.crc32(str(time.time_ns()).encode()):08x}"
+        found = {"request_id": ident, "token_ids": ids, "features": None, "model": self._settings.served_model_name}
+        await reply.json(200, found | {"stream": False, "cache_salt": None, "priority": 0, "kv_transfer_params": None})
 
     # --- generation
 
-    def _generate(self, body: dict[str, Any], *, chat: bool) -> None:
-        if body.get("model") not in (None, self.args.served_model_name):
-            self._json(*_error(f"The model `{body.get('model')}` does not exist.", 404, "NotFoundError"))
+    async def _generate(self, body: Body, reply: Reply, *, chat: bool) -> None:
+        if self._engine.dead:
+            raise Refused(DEAD, 500, "InternalServerError")
+        job = await asyncio.to_thread(self._intake.job, body, chat=chat, gone=reply.gone)
+        if "api_only" in self._faults:
+            await _never(reply)
             return
-        ids = self._ids(body)
-        budget = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
-        if len(ids) + budget > self.args.max_model_len:
-            text = f"This model's maximum context length is {self.args.max_model_len} tokens. However, you requested {budget} output tokens and your prompt contains {len(ids)} input tokens."
-            self._json(*_error(text))
+        self._engine.submit(job.sequence)
+        await (self._stream(job, reply) if job.stream else self._whole(job, reply))
+
+    async def _whole(self, job: wire.Job, reply: Reply) -> None:
+        made: list[Token] = []
+        while True:
+            event = await job.sequence.events.get()
+            if event.error or ("error_in_stream" in self._faults and len(made) >= EVENTS_BEFORE_A_FAULT):
+                raise Refused(event.error or DEAD, 500, "InternalServerError")
+            made += event.tokens
+            if event.finish:
+                body = wire.whole(job, made, event, with_usage="no_usage" not in self._faults)
+                await reply.json(200, body)
+                return
+
+    async def _stream(self, job: wire.Job, reply: Reply) -> None:
+        await reply.begin()
+        seen, called = 0, False
+        while True:
+            event = await job.sequence.events.get()
+            if fault := self._stream_fault(event, seen):
+                await self._break(fault, event, reply)
+                return
+            if seen == 0 and job.chat:
+                await reply.send(dumped(wire.first_chunk(job)))
+            seen += 1
+            called = called or any(token.kind == "tool" for token in event.tokens)
+            chunk = wire.event_chunk(job, event, called=called)
+            if chunk is not None:
+                await reply.send(dumped(chunk))
+            if event.finish:
+                break
+        if job.include_usage and "no_usage" not in self._faults:
+            await reply.send(dumped(wire.usage_chunk(job)))
+        await reply.send("[DONE]")
+        await reply.end()
+
+    def _stream_fault(self, event: Event, seen: int) -> str:
+        """What ends a stream before its time: the engine's error, or a fault of the rehearsal."""
+        if event.error:
+            return "error"
+        due = seen >= EVENTS_BEFORE_A_FAULT or bool(event.finish)
+        return next((name for name in ("error_in_stream", "truncate_stream") if due and name in self._faults), "")
+
+    async def _break(self, fault: str, event: Event, reply: Reply) -> None:
+        if fault != "truncate_stream":
+            await reply.send(wire.stream_error(event.error or DEAD))
+            await reply.send("[DONE]")
+        if self._faults.text("truncate_stream") == "abrupt" and fault == "truncate_stream":
+            reply.cut()
             return
-        prompt = chat_text(body["messages"]) if chat else self.engine.tokenizer.decode(ids)
-        request = engines.Request(prompt, len(ids), tuple(ids), body, chat, self._gone)
-        self._ident = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-        if "api_only" in self.faults:
-            self.engine.dead.wait()
-        if body.get("stream"):
-            self._stream(request)
-        else:
-            self._whole(request)
-
-    def _gone(self) -> bool:
-        """Whether the client closed its end."""
-        ready, _, _ = select.select([self.connection], [], [], 0)
-        return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
-
-    def _whole(self, request: engines.Request) -> None:
-        try:
-            pieces = list(self.engine.generate(request))
-        except engines.EngineDead:
-            self._json(500, {"error": DEAD})
-            return
-        except ConnectionResetError:
-            self.close_connection = True
-            return
-        text = {kind: "".join(p.text for p in pieces if p.kind == kind) for kind in ("content", "reasoning", "tool")}
-        message: dict[str, Any] = {"role": "assistant", "content": text["content"] or None, "reasoning": text["reasoning"] or None, "tool_calls": []}
-        name = next((p.name for p in pieces if p.name), "")
-        if name:
-            message["tool_calls"] = [{"id": "call_" + uuid.uuid4().hex[:8], "type": "function", "function": {"name": name, "arguments": text["tool"]}}]
-        choice: dict[str, Any] = {"index": 0, "message": message} if request.chat else {"index": 0, "text": text["content"]}
-        choice |= {"logprobs": None, "finish_reason": pieces[-1].finish, "stop_reason": None}
-        self._json(200, self._envelope(request, [choice]) | {"usage": self._usage(request, pieces)})
-
-    def _stream(self, request: engines.Request) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        sent: list[answers.Piece] = []
-        try:
-            if request.chat:
-                self._event(self._envelope(request, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]))
-            for piece in self.engine.generate(request):
-                sent.append(piece)
-                if self._spoiled(len(sent)):
-                    return
-                self._event(self._envelope(request, [self._choice(request, piece, first=piece.name != "")]))
-            if (request.body.get("stream_options") or {}).get("include_usage") and "no_usage" not in self.faults:
-                self._event(self._envelope(request, []) | {"usage": self._usage(request, sent)})
-            self._chunk(b"data: [DONE]\n\n")
-            self._chunk(b"")
-        except engines.EngineDead:
-            self._fail_in_stream()
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-
-    def _spoiled(self, count: int) -> bool:
-        """The faults that end a stream early."""
-        if count < 3:
-            return False
-        if "error_in_stream" in self.faults:
-            self._fail_in_stream()
-            return True
-        if "truncate_stream" in self.faults:
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
-            return True
-        return False
-
-    def _fail_in_stream(self) -> None:
-        """As the real engine: an error and [DONE] inside the 200."""
-        self._event({"error": DEAD})
-        self._chunk(b"data: [DONE]\n\n")
-        self._chunk(b"")
-
-    def _choice(self, request: engines.Request, piece: answers.Piece, *, first: bool) -> dict[str, Any]:
-        end = {"logprobs": None, "finish_reason": piece.finish, "stop_reason": None}
-        if not request.chat:
-            return {"index": 0, "text": piece.text, **end}
-        if piece.kind != "tool":
-            return {"index": 0, "delta": {piece.kind: piece.text}, **end}
-        function = {"name": piece.name, "arguments": piece.text} if first else {"arguments": piece.text}
-        call = {"index": 0, "function": function} | ({"id": "call_" + uuid.uuid4().hex[:8], "type": "function"} if first else {})
-        return {"index": 0, "delta": {"tool_calls": [call]}, **end}
-
-    def _envelope(self, request: engines.Request, choices: list[Any]) -> dict[str, Any]:
-        kind = "chat.completion" if request.chat else "text_completion"
-        kind += ".chunk" if request.chat and request.body.get("stream") else ""
-        return {"id": self._ident, "object": kind, "created": int(time.time()), "model": self.args.served_model_name, "choices": choices}
-
-    def _usage(self, request: engines.Request, pieces: list[answers.Piece]) -> dict[str, Any]:
-        count = sum(piece.tokens for piece in pieces)
-        details = {"cached_tokens": pieces[0].cached} if self.args.enable_prompt_tokens_details and pieces else None
-        return {"prompt_tokens": request.prompt_tokens, "total_tokens": request.prompt_tokens + count, "completion_tokens": count, "prompt_tokens_details": details}
-
-    # --- the wire
-
-    def _event(self, data: Mapping[str, Any]) -> None:
-        self._chunk(b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n")
-
-    def _chunk(self, data: bytes) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        self.wfile.flush()
-
-    def _json(self, code: int, data: Mapping[str, Any]) -> None:
-        self._send(code, json.dumps(data).encode(), "application/json")
-
-    def _send(self, code: int, body: bytes, kind: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        try:
-            self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
+        await reply.end()
+        reply.close = reply.close or fault == "truncate_stream"
 
 
-def chat_text(messages: list[Mapping[str, Any]]) -> str:
-    """The messages as the model reads them."""
-    return "\n".join(str(message.get("content") or "") for message in messages)
-
-
-def metrics_text(args: argparse.Namespace, engine: engines.Engine) -> str:
-    """The counters under the engine's own names, with the siblings that careless readers add up."""
-    c, labels = engine.counters, f'engine="0",model_name="{args.served_model_name}"'
-    gauges = {"num_requests_running": c.running, "num_requests_waiting": c.waiting, "kv_cache_usage_perc": round(c.used / engine.pool, 6)}
-    totals = {
-        "prompt_tokens": c.prompt_tokens,
-        "generation_tokens": c.generation_tokens,
-        "prefix_cache_queries": c.prefix_queries,
-        "prefix_cache_hits": c.prefix_hits,
-        "num_preemptions": 0,
-        "spec_decode_num_drafts": c.drafts,
-        "spec_decode_num_draft_tokens": c.draft_tokens,
-        "spec_decode_num_accepted_tokens": c.accepted,
-    }
-    sums = {"request_prefill_time_seconds": c.prefill_s, "request_decode_time_seconds": c.decode_s}
-    lines = [f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {float(value)}" for name, value in gauges.items()]
-    for name, value in totals.items():
-        lines.append(f"# TYPE vllm:{name}_total counter\nvllm:{name}_total{{{labels}}} {float(value)}")
-        lines.append(f"# TYPE vllm:{name}_created gauge\nvllm:{name}_created{{{labels}}} 1.7803e+09")
-    for reason, count in sorted(c.finished.items()):
-        lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(count)}')
-    for name, seconds in sums.items():
-        lines.append(f"# TYPE vllm:{name} histogram\nvllm:{name}_bucket{{{labels},le=\"+Inf\"}} {float(c.requests)}")
-        lines.append(f"vllm:{name}_count{{{labels}}} {float(c.requests)}\nvllm:{name}_sum{{{labels}}} {seconds}")
-    info = f'block_size="4",cache_dtype="{args.kv_cache_dtype}",enable_prefix_caching="{args.enable_prefix_caching}",engine="0",kv_cache_size_tokens="{engine.pool}",num_gpu_blocks="9800"'
-    lines.append(f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{info}}} 1.0")
-    return "\n".join(lines) + "\n"
+async def _never(reply: Reply) -> None:
+    """Accepted, and no byte until the client gives up."""
+    while not reply.gone():
+        await asyncio.sleep(0.05)
+    reply.close = True

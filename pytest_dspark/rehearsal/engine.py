@@ -1,219 +1,216 @@
-"""Token counts, the KV pool, the scheduler, and the answers: everything behind the API of the emulated head."""
+"""The engine core: one loop of steps over the requests that run, as many as fit; the others wait, first come first served.
+
+A step computes up to --max-num-batched-tokens of prompts and gives each request that decodes one event of 1 to K + 1
+tokens. All ranks take part in a step: it ends when the workers have answered, so a worker that stands still (paused, cut
+off) makes the engine stand still, while the API goes on.
+"""
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
-import signal
-import threading
+import asyncio
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from collections.abc import Awaitable, Callable
 
-import answers
+import kvpool
+import metrics
+from argv import Settings
+from faults import Faults
+from pace import Pace
+from sequence import Event, Sequence
 
-PREFILL_TOKENS_S = 1000.0
-DECODE_TOKENS_S = 80.0
-LEAST_EVENT_S = 0.001
-TEMPLATE_TOKENS = 17
-_WORD = re.compile(r" ?[A-Za-z]+| ?[0-9]{1,3}|\s+|[^\sA-Za-z0-9]")
-# Measured pools in tokens by (KV bytes pinned or None, batched tokens).
-_POOLS = {(15998753178, 16384): 156_000, (None, 8192): 1_253_213, (None, 16384): 642_000}
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+IDLE_LOOK_S = 0.02
+STEP_TIMEOUT_S = 300.0
 
-
-def kv_pool(args: argparse.Namespace) -> int | None:
-    """The KV pool in tokens; None where the real engine does not start.
-
-    Known points are the measured ones. Elsewhere: auto shrinks in proportion to the batched tokens, a pin grows in
-    proportion to its bytes.
-    """
-    batched, pinned = args.max_num_batched_tokens, args.kv_cache_memory_bytes
-    known = _POOLS.get((pinned, batched))
-    if known is not None:
-        return known
-    if batched >= 32768:
-        return None
-    return int(156_000 * pinned / 15998753178) if pinned else int(1_253_213 * 8192 / max(batched, 2048))
-
-
-class Tokenizer:
-    """Words to ids and back. An id is the word's checksum, so it is the same in every run; collisions step on."""
-
-    def __init__(self) -> None:
-        self._words: dict[int, str] = {}
-        self._ids: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def encode(self, text: str) -> list[int]:
-        return [self._ids.get(word) or self._new(word) for word in _WORD.findall(text)]
-
-    def _new(self, word: str) -> int:
-        with self._lock:
-            if word in self._ids:
-                return self._ids[word]
-            number = zlib.crc32(word.encode("utf-8", "surrogatepass")) % 4_000_000 + 10
-            while self._words.get(number, word) != word:
-                number += 1
-            self._words[number], self._ids[word] = word, number
-            return number
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self._words.get(number, "") for number in ids)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What /metrics tells. Times in seconds."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    running: int = 0
-    waiting: int = 0
-    used: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    requests: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One generation as the engine sees it. `cancelled` says whether the client went away."""
-
-    prompt: str
-    prompt_tokens: int
-    ids: tuple[int, ...]
-    body: Mapping[str, Any]
-    chat: bool
-    cancelled: Callable[[], bool]
-
-
-class EngineDead(Exception):
-    """A rank was lost; what is open ends with an error."""
+Sync = Callable[[], Awaitable[None]]
+Told = Callable[[int, bool], None]
 
 
 class Engine:
-    """Holds at most max_num_seqs sequences and the KV pool; everything else waits."""
+    """`sync` is one round trip to the workers; `told` gets the tokens generated so far, and whether any were decoded."""
 
-    def __init__(
-        self, args: argparse.Namespace, pool: int, factor: float, faults: Mapping[str, str], *, first_decode: Callable[[], None]
-    ) -> None:
-        self.args, self.pool, self.factor, self.faults = args, pool, factor, faults
-        self.tokenizer = Tokenizer()
-        self.counters = Counters()
-        self.dead = threading.Event()
-        self._first_decode: Callable[[], None] | None = first_decode
-        self._turn = threading.Condition()
-        self._blocks: dict[int, None] = {}
-        self._queue: list[object] = []
+    def __init__(self, settings: Settings, pool: int, pace: Pace, faults: Faults, sync: Sync, told: Told) -> None:
+        self.pool = pool
+        self.numbers = metrics.Numbers()
+        self.dead = False
+        self._settings, self._pace, self._faults, self._sync = settings, pace, faults, sync
+        self._told = told
+        self._cache = kvpool.PrefixCache(settings.block_size, pool, enabled=settings.enable_prefix_caching)
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._wake = asyncio.Event()
 
-    # --- scheduling
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a request; what becomes of it arrives in its `events`."""
+        if self.dead:
+            sequence.events.put_nowait(Event(error=DEAD))
+            return
+        self._waiting.append(sequence)
+        self._gauges()
+        self._wake.set()
 
-    def _admit(self, request: Request) -> int:
-        """Wait for a place and for room in the pool, first come first served; returns the cached prompt tokens."""
-        ticket, counters = object(), self.counters
-        budget = int(request.body.get("max_tokens") or 16)
-        need = request.prompt_tokens + min(budget, 64)
-        with self._turn:
-            self._queue.append(ticket)
-            counters.waiting += 1
-            try:
-                while not (self._queue[0] is ticket and counters.running < self.args.max_num_seqs and counters.used + need <= self.pool):
-                    self._turn.wait(0.05)
-                    if self.dead.is_set() or request.cancelled():
-                        raise EngineDead if self.dead.is_set() else ConnectionResetError
-            finally:
-                self._queue.remove(ticket)
-                counters.waiting -= 1
-                self._turn.notify_all()
-            counters.running += 1
-            counters.used += need
-            return self._cached(request)
+    def kill(self) -> None:
+        """Every request that is here ends with the engine's error."""
+        self.dead = True
+        for sequence in (*self._running, *self._waiting):
+            sequence.events.put_nowait(Event(error=DEAD))
+        self._running.clear()
+        self._waiting.clear()
+        self._gauges()
 
-    def _release(self, request: Request) -> None:
-        budget = int(request.body.get("max_tokens") or 16)
-        with self._turn:
-            self.counters.running -= 1
-            self.counters.used -= request.prompt_tokens + min(budget, 64)
-            self._turn.notify_all()
+    async def run(self, step_timeout_s: float) -> None:
+        """Steps for ever. Raises TimeoutError when the workers do not answer a step in time."""
+        while True:
+            self._drop_gone()
+            self._admit()
+            self._gauges()
+            if self._running:
+                await self._step(step_timeout_s)
+            elif self._waiting:
+                await asyncio.sleep(IDLE_LOOK_S)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
 
-    def _cached(self, request: Request) -> int:
-        """Prompt tokens whose whole blocks were seen before, from the first one on."""
-        if not self.args.enable_prefix_caching:
-            return 0
-        size, hits, state = self.args.block_size, 0, 0
-        for start in range(0, len(request.ids) - size + 1, size):
-            state = hash((state, request.ids[start : start + size]))
-            if state in self._blocks and hits == start:
-                hits = start + size
-            self._blocks[state] = None
-        while len(self._blocks) > 20_000:
-            self._blocks.pop(next(iter(self._blocks)))
-        self.counters.prefix_queries += request.prompt_tokens
-        self.counters.prefix_hits += hits
-        return hits
+    # --- who runs
 
-    # --- generating
+    def _drop_gone(self) -> None:
+        for sequence in [s for s in (*self._running, *self._waiting) if s.gone()]:
+            self._forget(sequence)
+            self.numbers.finished["abort"] += 1
+            sequence.events.put_nowait(Event(error="the client went away"))
 
-    def generate(self, request: Request) -> Iterator[answers.Piece]:
-        """Pieces of one answer over time; each holds one to K + 1 tokens. Raises EngineDead."""
-        cached = self._admit(request)
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    def _held(self) -> int:
+        return sum(sequence.length for sequence in self._running)
+
+    def _admit(self) -> None:
+        """The first in the queue, while it fits; one that never fits keeps all behind it waiting."""
+        while self._waiting and len(self._running) < self._settings.max_num_seqs:
+            if self._held() + self._waiting[0].length + 1 > self.pool:
+                return
+            sequence = self._waiting.popleft()
+            self._running.append(sequence)
+            self._begin(sequence)
+            if "cross_talk" in self._faults:
+                self._cross(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        numbers = self.numbers
+        sequence.cached = sequence.computed = self._cache.hits(sequence.ids)
+        numbers.prefix_queries += sequence.prompt_tokens
+        numbers.prefix_hits += sequence.cached
+        if not sequence.scheduled:
+            sequence.scheduled = time.monotonic()
+            numbers.observe("request_queue_time_seconds", sequence.scheduled - sequence.arrived)
+
+    def _cross(self, sequence: Sequence) -> None:
+        other = next((s for s in self._running if s is not sequence and not s.swapped), None)
+        if other is not None:
+            sequence.source, other.source = other.source, sequence.source
+            sequence.swapped = other.swapped = True
+
+    def _preempt(self) -> None:
+        """Too many tokens for the pool: the youngest goes back to the head of the queue and computes again."""
+        while self._running and self._held() + len(self._running) * (self._settings.k + 1) > self.pool:
+            sequence = self._running.pop()
+            sequence.computed = 0
+            self._waiting.appendleft(sequence)
+            self.numbers.preemptions += 1
+
+    # --- one step
+
+    async def _step(self, timeout_s: float) -> None:
+        if any(not sequence.prefilling for sequence in self._running):
+            self._preempt()
+        decoding = [sequence for sequence in self._running if not sequence.prefilling]
+        prefilling = self._share_prefill()
         begin = time.monotonic()
-        try:
-            self._sleep((request.prompt_tokens - cached) / PREFILL_TOKENS_S, request)
-            self.counters.prompt_tokens += request.prompt_tokens
-            self.counters.prefill_s += time.monotonic() - begin
-            yield from self._decode(request, cached)
-        finally:
-            self.counters.requests += 1
-            self._release(request)
+        await self._hang_if_asked()
+        await asyncio.wait_for(self._sync(), timeout_s)
+        duration = self._pace.step(sum(tokens for _, tokens in prefilling), len(decoding))
+        await asyncio.sleep(max(0.0, begin + duration - time.monotonic()))
+        self._apply(decoding, prefilling)
 
-    def _sleep(self, seconds: float, request: Request) -> None:
-        end = time.monotonic() + seconds * self.factor
-        while (left := end - time.monotonic()) > 0:
-            if self.dead.wait(min(left, 0.05)):
-                raise EngineDead
-            if request.cancelled():
-                raise ConnectionResetError
+    def _share_prefill(self) -> list[tuple[Sequence, int]]:
+        left, shares = self._settings.max_num_batched_tokens, []
+        for sequence in self._running:
+            tokens = min(left, sequence.length - sequence.computed)
+            if tokens > 0:
+                shares.append((sequence, tokens))
+                left -= tokens
+        return shares
 
-    def _decode(self, request: Request, cached: int) -> Iterator[answers.Piece]:
-        plan = answers.answer(request.prompt, request.body, request.chat, self.args, self.faults, self.tokenizer)
-        begin, k = time.monotonic(), int(self.args.speculative_config.get("num_speculative_tokens", 0))
-        for piece in answers.pieces(plan, k, self.tokenizer):
-            if self.dead.is_set():
-                raise EngineDead
-            if request.cancelled():
-                raise ConnectionResetError
-            self._count(piece, k)
-            yield answers.with_cached(piece, cached)
-            time.sleep(max(piece.tokens / DECODE_TOKENS_S * self.factor, LEAST_EVENT_S))
-        self.counters.decode_s += time.monotonic() - begin
-        finished = self.counters.finished
-        finished[plan.finish] = finished.get(plan.finish, 0) + 1
+    async def _hang_if_asked(self) -> None:
+        limit = self._faults.number("hang_after_tokens")
+        if limit is not None and self.numbers.generation_tokens >= limit:
+            await asyncio.Event().wait()
 
-    def _count(self, piece: answers.Piece, k: int) -> None:
-        first, self._first_decode = self._first_decode, None
-        if first:
-            first()
-        counters = self.counters
-        counters.generation_tokens += piece.tokens
-        if k and piece.tokens:
-            counters.drafts += 1
-            counters.draft_tokens += k
-            counters.accepted += piece.tokens - 1
-        self._fault_by_tokens()
+    def _apply(self, decoding: list[Sequence], prefilling: list[tuple[Sequence, int]]) -> None:
+        """What the step gave: prompts go on, and everyone who decodes gets an event."""
+        now, before = time.monotonic(), self.numbers.generation_tokens
+        for sequence in decoding:
+            accepted = sequence.accepted(self._settings.k)
+            if self._settings.k:
+                self.numbers.draft(self._settings.k, accepted)
+            self._emit(sequence, accepted + 1, now)
+        for sequence, tokens in prefilling:
+            sequence.computed += tokens
+            if not sequence.prefilling:
+                self._prefilled(sequence, now)
+        self._told(self.numbers.generation_tokens, bool(decoding))
+        computed = sum(tokens for _, tokens in prefilling)
+        self.numbers.observe("iteration_tokens_total", computed + self.numbers.generation_tokens - before)
 
-    def _fault_by_tokens(self) -> None:
-        total = self.counters.generation_tokens
-        if "die_after_tokens" in self.faults and total >= int(self.faults["die_after_tokens"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if "hang_after_tokens" in self.faults and total >= int(self.faults["hang_after_tokens"]):
-            threading.Event().wait()
+    def _prefilled(self, sequence: Sequence, now: float) -> None:
+        """The first token comes with the last part of the prompt; a request that was preempted has had it."""
+        self._cache.add(sequence.ids)
+        if not sequence.first:
+            sequence.first = now
+            self.numbers.prompt_tokens += sequence.prompt_tokens
+            self.numbers.cached_tokens += sequence.cached
+            self.numbers.observe("time_to_first_token_seconds", now - sequence.arrived)
+        self._emit(sequence, 1, now)
+
+    def _emit(self, sequence: Sequence, count: int, now: float) -> None:
+        event = sequence.take(count)
+        sequence.computed += len(event.tokens) if not sequence.done else 0
+        sequence.computed = min(sequence.computed, sequence.length)
+        self.numbers.generation_tokens += len(event.tokens)
+        if sequence.last:
+            self.numbers.observe("inter_token_latency_seconds", now - sequence.last)
+        sequence.last = now
+        if sequence.done:
+            self._finished(sequence, event.finish)
+        sequence.events.put_nowait(event)
+
+    def _finished(self, sequence: Sequence, finish: str) -> None:
+        self._running.remove(sequence)
+        self._gauges()
+        numbers, generated = self.numbers, sequence.generated
+        numbers.finished[finish] += 1
+        decode = sequence.last - sequence.first
+        for name, value in (
+            ("request_prompt_tokens", sequence.prompt_tokens),
+            ("request_generation_tokens", generated),
+            ("request_max_num_generation_tokens", generated),
+            ("request_params_n", 1),
+            ("request_params_max_tokens", sequence.wanted.max_tokens),
+            ("request_time_per_output_token_seconds", decode / (generated - 1) if generated > 1 else 0.0),
+            ("e2e_request_latency_seconds", sequence.last - sequence.arrived),
+            ("request_inference_time_seconds", sequence.last - sequence.scheduled),
+            ("request_prefill_time_seconds", sequence.first - sequence.scheduled),
+            ("request_decode_time_seconds", decode),
+            ("request_prefill_kv_computed_tokens", sequence.prompt_tokens - sequence.cached),
+        ):
+            numbers.observe(name, value)
+
+    def _gauges(self) -> None:
+        self.numbers.running, self.numbers.waiting = len(self._running), len(self._waiting)
+        self.numbers.kv_tokens = sum(sequence.computed for sequence in self._running)

@@ -1,39 +1,84 @@
-"""Defects that a rank can be given, by the name in REHEARSAL_FAULT.
+"""Defects that a rank can be given, in REHEARSAL_FAULT of that rank's environment: NAME or NAME=VALUE, comma-separated.
 
-| name | what the rank does |
-|---|---|
-| exit_at_start=CODE | ends with this code before it meets anybody |
-| exit_in_load=CODE | ends with this code while loading |
-| hang_at_start | prints nothing and waits for ever |
-| never_ready | loads, and never serves |
-| die_after_s=N | is killed N seconds after it was loaded |
-| die_after_tokens=N | (head) is killed after N generated tokens |
-| hang_after_tokens=N | (head) the API goes on, no byte of an answer comes any more |
-| api_only | (head) the API answers, generation is accepted and never answered |
-| garble | (head) text is garbled, as with compilation on |
-| cut_tool_args | (head) tool arguments end half way |
-| think_forever | (head) reasoning uses the whole budget |
-| wrong_answer | (head) numbers and codes are off |
-| error_in_stream | (head) an error inside a 200 after a few events |
-| truncate_stream | (head) streams end without a finish reason |
-| no_usage | (head) no usage is sent |
-| slow_stop | ignores SIGTERM |
-| wrong_model_len=N | (head) /v1/models says another window |
-| marker_missing=TEXT | lines with this text are not printed |
-| extra_line=TEXT | prints this line while loading |
-| nccl_socket | NCCL falls back to TCP |
-| compile_on | (head) the engine's configuration line says that compilation is on |
+A comma inside a value is written %2C, a percent sign %25. A name may be given more than once. Ranks that a row does not
+name ignore it: the API is the head's alone.
+
+| name | rank | what it does |
+|---|---|---|
+| exit_at_start=CODE | any | ends with CODE before it meets anybody |
+| exit_in_load=CODE | any | ends with CODE while it loads; the other ranks wait, silently |
+| hang_at_start | any | prints nothing and waits for ever |
+| never_ready | any | loads and never gets ready |
+| die_after_tokens=N | any | kills itself (SIGKILL) after the engine generated N tokens |
+| die_after_s=N | any | kills itself N seconds after it was ready |
+| hang_after_tokens=N | any | after N tokens the engine stands still: the API answers, no token comes any more |
+| slow_stop | any | ignores SIGTERM |
+| marker_missing=TEXT | any | lines that contain TEXT are not printed |
+| extra_line=TEXT | any | prints TEXT as a warning of the worker while loading |
+| nccl_socket | any | NCCL chooses TCP sockets instead of InfiniBand |
+| compile_on | head | the engine's configuration line says compilation mode 3, whatever was asked |
+| api_only | head | models, health and metrics answer; a generation is accepted and never answered |
+| wrong_model_len=N | head | /v1/models says another window |
+| wrong_answer | head | numbers, codes, JSON values and tool arguments are off |
+| garble | head | text comes garbled; also without the fault when the compilation mode is not 0 |
+| cross_talk | head | two requests that run together get each other's answer |
+| cut_tool_args | head | the arguments of a tool call end half way |
+| think_forever | head | reasoning never ends, whatever the request says |
+| error_in_stream | head | an error object inside a 200, after a few events; a plain request gets a 500 |
+| truncate_stream | head | streams end without finish reason, usage and [DONE]; =abrupt: also without the last chunk |
+| no_usage | head | no usage is sent |
 """
 
 from __future__ import annotations
 
-NAMES = frozenset(line.split("|")[1].strip().partition("=")[0] for line in __doc__.splitlines() if line.startswith("| ") and "name" not in line)
+from dataclasses import dataclass
+from urllib.parse import unquote
 
 
-def parse(text: str) -> dict[str, str]:
-    """`a,b=1` to {"a": "", "b": "1"}. An unknown name ends the program: a fault that does nothing would hide a test."""
-    found = dict(part.partition("=")[::2] for part in text.split(",") if part)
-    unknown = sorted(set(found) - NAMES)
-    if unknown:
-        raise SystemExit(f"REHEARSAL_FAULT: unknown {', '.join(unknown)}, expected some of {', '.join(sorted(NAMES))}")
+def _rows() -> list[tuple[str, bool]]:
+    lines = [line.split("|")[1].strip() for line in (__doc__ or "").splitlines() if line.startswith("| ")]
+    return [(cell.partition("=")[0], "=" in cell) for cell in lines if cell != "name"]
+
+
+NAMES = dict(_rows())
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """The faults of this rank, in the order given."""
+
+    given: tuple[tuple[str, str], ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return any(key == name for key, _ in self.given)
+
+    def text(self, name: str) -> str:
+        """The value of the last one of this name, "" if there is none."""
+        return next((value for key, value in reversed(self.given) if key == name), "")
+
+    def number(self, name: str) -> float | None:
+        return float(self.text(name)) if name in self else None
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        return tuple(value for key, value in self.given if key == name)
+
+
+def parse(text: str) -> Faults:
+    """Raises ValueError for a name that is not known or a value that is missing: a fault that does nothing hides a test."""
+    given = tuple((name.strip(), unquote(value)) for name, _, value in (p.partition("=") for p in text.split(",") if p))
+    for name, value in given:
+        if name not in NAMES:
+            raise ValueError(f"REHEARSAL_FAULT: unknown fault {name!r}, expected some of {', '.join(sorted(NAMES))}")
+        if NAMES[name] and not value:
+            raise ValueError(f"REHEARSAL_FAULT: {name} needs a value: {name}=...")
+    found = Faults(given)
+    for name in (
+        "exit_at_start",
+        "exit_in_load",
+        "die_after_tokens",
+        "die_after_s",
+        "hang_after_tokens",
+        "wrong_model_len",
+    ):
+        found.number(name)
     return found

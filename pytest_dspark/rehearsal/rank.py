@@ -1,191 +1,283 @@
-"""One emulated rank of a vLLM engine: `python rank.py serve /model … --node-rank N`.
+"""One emulated rank of a vLLM engine: `python rank.py serve /model --nnodes 2 --node-rank N ...`. Standard library alone.
 
-It takes the very command line of the recipe, meets the other ranks over TCP, prints the log lines of a cold start in
-believable phases, holds the KV pool that the profile implies, and (rank 0) answers the OpenAI API. It behaves as the real
-engine does when a rank dies: the head answers what is open with an error inside a 200 and ends with code 0; a worker that
-lost its head logs it once and stays.
+It takes the command line of the recipe, meets the other ranks over TCP, prints the log lines of a cold start in believable
+phases, holds the KV pool that the profile implies, and (rank 0) answers the OpenAI API. It behaves as the real engine does
+when a rank dies: the head ends what is open with an error inside a 200 and exits with code 0 after a second; a worker that
+lost its head says so once and stays. A worker that stands still (SIGSTOP, a cut link) makes the engine stand still.
+
+It proves harnesses, never an engine: what it answers comes from rules that read the prompt.
 
 Controls, from the environment:
-    REHEARSAL_TIME   factor on believable durations (1 = a cold start of about 15 minutes; default 0.003)
-    REHEARSAL_FAULT  comma-separated defects of this rank, NAME or NAME=VALUE; see faults.py
+
+| name | meaning |
+|---|---|
+| REHEARSAL_TIME | factor on all durations: 1 is a cold start of about 15 minutes, 1,000 tokens/s prefill, 80 tokens/s decode; default 0.005 |
+| REHEARSAL_SPEED | a further factor on the duration of generation alone; default 1 |
+| REHEARSAL_FAULT | comma-separated defects of this rank: see faults.py |
+| REHEARSAL_BIND | address of the API instead of --host |
+
+Exit codes: 0 stopped or engine dead, 1 cannot start, 2 usage, 64 wrong --kv-cache-dtype (the image's entry point), 137 killed.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import api
-import arguments
-import engine
-import faults
-import loglines
+import argv as arguments
+import faults as faulting
+import graphs as graphing
+import kvpool
+import pace as pacing
+from api import Api
+from engine import STEP_TIMEOUT_S, Engine
+from httpserver import serve
+from loglines import Log
+from startup import Start
+from world import Head, Lost, NotMet, Worker
 
+KV_DTYPE = "nvfp4_ds_mla"
+DRAFT_BLOCK = 5
 EXIT_AFTER_DEATH_S = 1.1
-_RANK_FLAGS = {"--node-rank": 1, "--headless": 0, "--host": 1, "--port": 1}
+STANDING_STILL_S = 60.0
+THROUGHPUT_LOG_S = 10.0
 
 
-def comparable(argv: list[str]) -> list[str]:
-    """The command line without what may differ between ranks."""
-    result, skip = [], 0
-    for token in argv:
-        if skip:
-            skip -= 1
-        elif token in _RANK_FLAGS:
-            skip = _RANK_FLAGS[token]
-        else:
-            result.append(token)
-    return result
+class Ended(Exception):
+    """This process ends with `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class Rank:
-    """This process: its settings, its log, and its lines to the other ranks."""
+    """This process."""
 
     def __init__(self, argv: list[str]) -> None:
-        self.argv = argv
-        self.args = arguments.parse(argv)
-        self.factor = float(os.environ.get("REHEARSAL_TIME", "0.003"))
-        self.faults = faults.parse(os.environ.get("REHEARSAL_FAULT", ""))
-        self.log = loglines.Log(self.args.node_rank, self.faults)
-        self.peers: list[socket.socket] = []
-        self.engine: engine.Engine | None = None
+        self._argv = argv
+        self._settings = arguments.parse(argv)
+        self._faults = faulting.parse(os.environ.get("REHEARSAL_FAULT", ""))
+        self._pace = pacing.read(os.environ)
+        self._graphs = graphing.resolve(self._settings, os.environ)
+        self._log = Log(self._settings.node_rank, self._faults)
+        self._start = Start(self._settings, self._graphs, self._pace, self._faults, self._log, os.environ)
+        self._stop = asyncio.Event()
+        self._serving = False
+        self._made = 0
+        self._decoded = False
 
-    def pause(self, seconds: float) -> None:
-        """A believable duration, scaled."""
-        time.sleep(seconds * self.factor)
-
-    def run(self) -> int:
-        signal.signal(signal.SIGTERM, self._terminate)
-        if "hang_at_start" in self.faults:
-            threading.Event().wait()
-        if "exit_at_start" in self.faults:
-            self.log.plain("Exception: WorkerProc initialization failed due to an exception in a background process.")
-            return int(self.faults["exit_at_start"] or 1)
-        self.log.opening(self.args, os.environ)
-        self.pause(20)
-        self.log.joining(self.args)
-        self._meet()
-        return self._load_and_serve()
-
-    def _terminate(self, number: int, frame: object) -> None:
-        if "slow_stop" in self.faults:
-            return
-        self.log.line("API", "launcher.py:110", "Shutting down")
-        sys.stdout.flush()
-        os._exit(0)
-
-    # --- meeting the others
-
-    def _meet(self) -> None:
-        if self.args.node_rank == 0:
-            self._listen()
-        else:
-            self._join()
-
-    def _listen(self) -> None:
-        with socket.create_server((self.args.master_addr, self.args.master_port)) as server:
-            hellos = []
-            while len(self.peers) < self.args.nnodes - 1:
-                connection, _ = server.accept()
-                hellos.append(json.loads(_read_line(connection)))
-                self.peers.append(connection)
-        if any(comparable(hello) != comparable(self.argv) for hello in hellos):
-            threading.Event().wait()  # ranks with different command lines wait for each other for ever
-        for peer in self.peers:
-            peer.sendall(b"go\n")
-
-    def _join(self) -> None:
-        while True:
-            try:
-                connection = socket.create_connection((self.args.master_addr, self.args.master_port), timeout=5)
-                break
-            except OSError:
-                time.sleep(0.05)
-        connection.settimeout(None)
-        connection.sendall(json.dumps(self.argv).encode() + b"\n")
-        _read_line(connection)
-        self.peers.append(connection)
-
-    # --- loading and serving
-
-    def _load_and_serve(self) -> int:
-        self.log.assigned(self.args)
-        self.pause(60)
-        if "exit_in_load" in self.faults:
-            self.log.line("Worker", "multiproc_executor.py:870", "WorkerProc failed to start.", "ERROR")
-            return int(self.faults["exit_in_load"] or 1)
-        pool = engine.kv_pool(self.args)
-        if pool is None:
-            return self.log.no_memory()
-        self.log.loading(self.args, pool, self.pause)
-        if "never_ready" in self.faults:
-            threading.Event().wait()
-        return self._head(pool) if self.args.node_rank == 0 else self._worker()
-
-    def _worker(self) -> int:
-        connection = self.peers[0]
-        threading.Thread(target=self._die_on_order, daemon=True).start()
-        while True:
-            try:
-                order = _read_line(connection)
-            except (OSError, EOFError):
-                self.log.peer_lost()
-                threading.Event().wait()  # a worker that lost its head stays
-            if order == b"decode":
-                self.log.replay(self.args)
-
-    def _die_on_order(self) -> None:
-        """The fault `die_after_s`: this rank is killed so many seconds after it is loaded."""
-        if "die_after_s" in self.faults:
-            time.sleep(float(self.faults["die_after_s"]))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _head(self, pool: int) -> int:
-        self.engine = engine.Engine(self.args, pool, self.factor, self.faults, first_decode=self._first_decode)
-        for peer in self.peers:
-            threading.Thread(target=self._watch, args=(peer,), daemon=True).start()
-        threading.Thread(target=self._die_on_order, daemon=True).start()
-        server = api.serve(self.args, self.engine, self.faults, os.environ.get("REHEARSAL_BIND", ""))
-        self.log.serving(self.args)
-        self.engine.dead.wait()
-        time.sleep(EXIT_AFTER_DEATH_S)
-        server.server_close()
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        life, stop = asyncio.ensure_future(self._live()), asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if life.done():
+            return life.result()
+        if not self._serving:
+            await asyncio.sleep(self._pace.stop())
+        self._log.stopped()
         return 0
 
-    def _first_decode(self) -> None:
-        for peer in self.peers:
-            peer.sendall(b"decode\n")
-        self.log.replay(self.args)
+    def _on_signal(self) -> None:
+        if "slow_stop" not in self._faults:
+            self._stop.set()
 
-    def _watch(self, peer: socket.socket) -> None:
+    async def _live(self) -> int:
         try:
-            _read_line(peer)
-        except (OSError, EOFError):
-            pass
-        self.log.engine_dead()
-        if self.engine is not None:
-            self.engine.dead.set()
+            await self._begin()
+            return await (self._lead() if self._settings.node_rank == 0 else self._work())
+        except Ended as ended:
+            return ended.code
+        except NotMet as error:
+            self._log.not_started(str(error))
+            return 1
+
+    # --- start
+
+    async def _begin(self) -> None:
+        if "hang_at_start" in self._faults:
+            await asyncio.Event().wait()
+        if "exit_at_start" in self._faults:
+            self._fail("RuntimeError: rehearsal fault exit_at_start", int(self._faults.number("exit_at_start") or 0))
+        if self._argv.count("--kv-cache-dtype") != 1 or self._settings.kv_cache_dtype != KV_DTYPE:
+            self._log.plain(f"DSPARK_RUNTIME_AUDIT_FAIL: expected --kv-cache-dtype {KV_DTYPE} once", stream=2)
+            raise Ended(64)
+        await self._start.opening()
+        if refusal := self._refusal():
+            self._fail(refusal, 1)
+        await self._start.joining()
+
+    def _refusal(self) -> str:
+        """Why the engine refuses this configuration before the ranks meet."""
+        settings = self._settings
+        if settings.world_size != settings.nnodes:
+            return f"ValueError: world size {settings.world_size} over {settings.nnodes} nodes: each node has 1 GPU"
+        if settings.speculative and settings.k < DRAFT_BLOCK:
+            return f"ValueError: DSpark requires num_speculative_tokens >= dspark_block_size ({settings.k} < {DRAFT_BLOCK})"
+        return self._graphs.error
+
+    def _fail(self, cause: str, code: int) -> None:
+        self._log.not_started(cause)
+        raise Ended(code)
+
+    async def _load(self, side: Head | Worker) -> int:
+        """From the first meeting to an engine that could serve; returns the pool in tokens."""
+        await side.meet()
+        await self._start.assigned()
+        if "exit_in_load" in self._faults:
+            self._fail("RuntimeError: rehearsal fault exit_in_load", int(self._faults.number("exit_in_load") or 0))
+        await self._start.loading()
+        await side.together("loaded")
+        pool = kvpool.pool_tokens(self._settings)
+        if not pool:
+            self._fail(self._start.no_memory(), 1)
+        await self._start.sizing(pool)
+        await self._start.capturing()
+        await self._start.finishing()
+        if "never_ready" in self._faults:
+            await asyncio.Event().wait()
+        await side.together("ready")
+        self._dying = asyncio.create_task(self._die_later())
+        return pool
+
+    # --- faults of a rank that serves
+
+    async def _die_later(self) -> None:
+        seconds = self._faults.number("die_after_s")
+        if seconds is not None:
+            await asyncio.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _told(self, tokens: int, decoded: bool) -> None:
+        """How much the engine has generated so far."""
+        self._made = tokens
+        if decoded and not self._decoded:
+            self._decoded = True
+            self._start.replayed()
+        limit = self._faults.number("die_after_tokens")
+        if limit is not None and tokens >= limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _takes_part(self) -> bool:
+        limit = self._faults.number("hang_after_tokens")
+        return limit is None or self._made < limit
+
+    # --- a worker
+
+    async def _work(self) -> int:
+        side = Worker(self._settings, self._argv)
+        try:
+            await self._load(side)
+            await side.follow(self._told, self._takes_part)
+        except Lost:
+            self._log.store_lost()
+            self._log.peer_lost()
+        await asyncio.Event().wait()
+        return 0
+
+    # --- the head
+
+    async def _lead(self) -> int:
+        self._head = Head(self._settings, self._argv)
+        with self._listener() as listener:
+            pool = await self._load(self._head)
+            engine = Engine(self._settings, pool, self._pace, self._faults, self._sync, self._lead_told)
+            garbled = "garble" in self._faults or self._graphs.compilation != 0
+            key = self._settings.api_key or os.environ.get("VLLM_API_KEY", "")
+            api = Api(self._settings, engine, self._faults, garbled=garbled, key=key)
+            server = await serve(listener, api.answer, self._log.uvicorn)
+            self._start.serving()
+            self._serving = True
+            await self._until_death(engine)
+            await asyncio.sleep(EXIT_AFTER_DEATH_S)
+            server.close()
+        return 0
+
+    def _listener(self) -> socket.socket:
+        """The API's port, taken before the model is loaded, as the real server does; it listens only in the end."""
+        host = os.environ.get("REHEARSAL_BIND") or self._settings.host
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, self._settings.port))
+        except OSError as error:
+            listener.close()
+            self._log.plain(f"OSError: [Errno {error.errno}] {error.strerror}", stream=2)
+            raise Ended(1) from error
+        return listener
+
+    def _lead_told(self, tokens: int, decoded: bool) -> None:
+        self._head.made(tokens, decoded)
+        self._told(tokens, decoded)
+
+    async def _sync(self) -> None:
+        """One step of all ranks; says so when it takes too long."""
+        step, waited = asyncio.ensure_future(self._head.step()), 0.0
+        try:
+            while not step.done():
+                await asyncio.wait({step}, timeout=self._pace.patience(STANDING_STILL_S))
+                waited += STANDING_STILL_S
+                if not step.done():
+                    self._log.standing_still(int(waited))
+            step.result()
+        finally:
+            step.cancel()
+
+    async def _until_death(self, engine: Engine) -> None:
+        limit = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or STEP_TIMEOUT_S)
+        running = asyncio.ensure_future(engine.run(self._pace.patience(limit)))
+        lost, traffic = asyncio.ensure_future(self._head.lost()), asyncio.ensure_future(self._log_traffic(engine))
+        await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+        cause = "RuntimeError: Worker failed with error 'Connection reset by peer'"
+        if running.done():
+            with contextlib.suppress(Lost):
+                try:
+                    running.result()
+                except TimeoutError:
+                    cause = "TimeoutError: RPC call to execute_model timed out."
+        traffic.cancel()
+        running.cancel()
+        if not cause.startswith("TimeoutError"):
+            self._log.peer_lost()
+        self._log.engine_dead(cause)
+        engine.kill()
+
+    async def _log_traffic(self, engine: Engine) -> None:
+        """Throughput every ten seconds, until one line has said that nothing happens any more."""
+        numbers, before, said = engine.numbers, (0, 0), True
+        while True:
+            await asyncio.sleep(THROUGHPUT_LOG_S)
+            now = numbers.prompt_tokens, numbers.generation_tokens
+            busy = now != before or numbers.running + numbers.waiting > 0
+            if busy or not said:
+                prompt, made = ((a - b) / THROUGHPUT_LOG_S for a, b in zip(now, before, strict=True))
+                usage = 100 * numbers.kv_tokens / engine.pool
+                hits = 100 * numbers.prefix_hits / max(1, numbers.prefix_queries)
+                text = f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: {made:.1f} tokens/s, Running: {numbers.running} reqs, "
+                text += f"Waiting: {numbers.waiting} reqs, GPU KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hits:.1f}%"
+                self._log.api("loggers.py:310", text)
+            before, said = now, not busy
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        part = connection.recv(65536) if not line else connection.recv(1)
-        if not part:
-            raise EOFError
-        line += part
-    return line.strip()
+def main() -> int:
+    try:
+        return asyncio.run(Rank(sys.argv[1:]).run())
+    except ValueError as error:
+        print(f"rank.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    code = Rank(sys.argv[1:]).run()
+    code = main()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
