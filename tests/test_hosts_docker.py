@@ -99,12 +99,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length)) if length else None
         status, value = self.server.daemon.answer(self.command, path, parse_qs(url.query), body)
-        raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+        raw = b"" if status == 204 else value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/octet-stream" if isinstance(value, bytes) else "application/json")
         if isinstance(value, bytes):
             self.close_connection = True
-        else:
+        elif status != 204:
             self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)
