@@ -78,7 +78,9 @@ def _spoken(text: str | None, reasoning: str | None) -> Extracted:
         rule += ", without fences"
     if plain:
         return Extracted(plain, rule)
-    return Extracted("", rule, f"{NO_ANSWER}: nothing but reasoning" if whole.strip() or (reasoning or "").strip() else NO_ANSWER)
+    return Extracted(
+        "", rule, f"{NO_ANSWER}: nothing but reasoning" if whole.strip() or (reasoning or "").strip() else NO_ANSWER
+    )
 
 
 def _after_thinking(text: str) -> tuple[str, str]:
@@ -133,7 +135,9 @@ def judge_code(text: str | None, reasoning: str | None, expect: str, pattern: st
     if final.problem:
         return _missing(final)
     code = exactly_one_code(final.answer, pattern or shape_of(wanted))
-    return _judged(code.answer == wanted, f"expected the code {wanted}, found {code.problem or code.answer}", final, code)
+    return _judged(
+        code.answer == wanted, f"expected the code {wanted}, found {code.problem or code.answer}", final, code
+    )
 
 
 def shape_of(code: str) -> str:
@@ -250,7 +254,9 @@ def _missing(final: Extracted) -> Judgement:
 
 def _judged(ok: bool, message: str, final: Extracted, found: Extracted) -> Judgement:
     shown = f" in {_shown(final.answer)!r}" if found.problem else ""
-    return Judgement(ok, "" if ok else "WRONG_ANSWER", "" if ok else message + shown, found.answer, f"{final.rule}: {found.rule}")
+    return Judgement(
+        ok, "" if ok else "WRONG_ANSWER", "" if ok else message + shown, found.answer, f"{final.rule}: {found.rule}"
+    )
 
 
 def _shown(text: str) -> str:

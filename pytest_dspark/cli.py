@@ -37,9 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--cluster", required=True, metavar="FILE|rehearsal", help="the cluster to look at")
-        command.add_argument("--out", metavar="DIR", default="", help="where runs are kept (default: the user's data folder)")
+        command.add_argument(
+            "--out", metavar="DIR", default="", help="where runs are kept (default: the user's data folder)"
+        )
         command.set_defaults(action=action)
-    command.add_argument("--run", required=True, metavar="ID", help="the run whose ranks are stopped; others are left alone")
+    command.add_argument(
+        "--run", required=True, metavar="ID", help="the run whose ranks are stopped; others are left alone"
+    )
     return parser
 
 

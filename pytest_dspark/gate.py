@@ -119,7 +119,7 @@ def hold(comparison: Mapping[str, Any]) -> bool:
     return False
 
 
-def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     """PASS when every comparison holds and there is at least one; FAIL when the model answered a canary wrongly."""
     comparisons = finding.data["comparisons"]
     broken = [comparison for comparison in comparisons if not hold(comparison)]
@@ -194,7 +194,7 @@ def without_rank(argv: Sequence[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _image(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _image(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     pins = plan.recipe.pins
     for rank in ranks:
         if not rank.image.image_id:
@@ -209,7 +209,7 @@ def _image(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  
         sheet.add("running image is the image looked at", rank.number, rank.image.image_id, rank.facts.image_id)
 
 
-def _labels(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _labels(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     wanted = {key: value for key, value in plan.recipe.labels if value}
     if not wanted:
         sheet.not_observable.append("the recipe pins no label")
@@ -218,7 +218,7 @@ def _labels(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None: 
             sheet.add(f"label {key}", rank.number, value, rank.image.labels.get(key))
 
 
-def _argv(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _argv(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     for rank, spec in zip(ranks, plan.specs, strict=True):
         planned = mask_argv(spec.argv[spec.argv.index("serve") :]) if "serve" in spec.argv else ()
         found = mask_argv(serve_argv(rank.facts.path, rank.facts.args))
@@ -226,7 +226,7 @@ def _argv(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  #
         sheet.add("command line is not empty", rank.number, "vllm serve …", list(found), "present")
 
 
-def _symmetry(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _symmetry(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     first = ranks[0]
     for rank in ranks[1:]:
         mine = mask_argv(without_rank(serve_argv(first.facts.path, first.facts.args)))
@@ -251,7 +251,7 @@ def _masked(key: str, value: str | None) -> str | None:
     return "***" if value is not None and is_secret_key(key) else value
 
 
-def _environment(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _environment(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     for rank, spec in zip(ranks, plan.specs, strict=True):
         entries = [entry.partition("=") for entry in rank.facts.environment]
         for key, value in spec.env:
@@ -274,13 +274,13 @@ def _environment(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> N
             )
 
 
-def _restarts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _restarts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     for rank in ranks:
         sheet.add("restart count", rank.number, 0, rank.facts.restart_count)
         sheet.add("restart policy", rank.number, "no", rank.facts.restart_policy or "no")
 
 
-def _mounts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _mounts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     pins = plan.recipe.pins
     for rank, spec in zip(ranks, plan.specs, strict=True):
         if rank.process:
@@ -295,7 +295,7 @@ def _mounts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None: 
             sheet.add(f"sha256 of {pins.manifest_target}", rank.number, pins.manifest_sha256, rank.manifest_sha256)
 
 
-def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     sheet.add("served model", None, [plan.served_model], api.model_ids)
     sheet.add("max_model_len", None, plan.settings.values.get("MAX_MODEL_LEN"), api.max_model_len)
     if plan.recipe.pins.package and api.version:
@@ -304,7 +304,7 @@ def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  
         sheet.not_observable.append("the API does not tell its package version")
 
 
-def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     knob = plan.recipe.compilation
     wanted = plan.settings.values.get(knob) if knob else None
     if not wanted:
@@ -356,7 +356,7 @@ def _applicable(plan: Plan, kind: str) -> Iterable[Marker]:
     return (m for m in plan.recipe.markers if m.kind == kind and all(meets(c, values) for c in m.when))
 
 
-def _markers(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _markers(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     for marker in _applicable(plan, "required"):
         for rank in ranks:
             if not marker.applies_to(rank.number):
@@ -376,7 +376,7 @@ def _markers(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
                 )
 
 
-def _forbidden(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _forbidden(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     noop = dict(plan.recipe.noop_env)
     for rank in ranks:
         for marker in _applicable(plan, "forbidden"):
@@ -387,7 +387,7 @@ def _forbidden(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> Non
         sheet.add("environment variables that the engine does not know", rank.number, None, unknown, "absent")
 
 
-def _canaries(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:  # noqa: ARG001
+def _canaries(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     for canary in plan.recipe.canaries:
         answer = api.canaries.get(canary.name)
         if answer is None:
@@ -670,7 +670,7 @@ def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
     }
 
 
-def _log_section(plan: Plan, rank: Rank, report: GateReport) -> dict[str, Any]:  # noqa: ARG001
+def _log_section(plan: Plan, rank: Rank, report: GateReport) -> dict[str, Any]:
     def of(name: str, prefix: str) -> dict[str, Any]:
         rows = report.findings[name].data["comparisons"]
         return {r["what"].removeprefix(prefix): bool(r["found"]) for r in rows if r["rank"] == rank.number}

@@ -32,7 +32,7 @@ def derive(raw: Path, verdicts: Mapping[str, tuple[str, str]]) -> bytes:
         for case in suite.iter("testcase"):
             _rewrite(case, verdicts)
         _recount(suite)
-    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
 def case_ids(xml: bytes) -> Counter[tuple[str, str]]:

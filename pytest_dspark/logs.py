@@ -69,20 +69,34 @@ ASSIGNED: Final = re.compile(r"\brank (\d{1,6}) in world size (\d{1,6}) is assig
 JOINING: Final = re.compile(r"\bworld_size=(?P<size>\d{1,6}) rank=(?P<rank>\d{1,6}) local_rank=")
 UNKNOWN: Final = re.compile(r"Unknown vLLM environment variable detected: ([A-Za-z_][A-Za-z0-9_]{0,100})")
 RUNTIME: Final = re.compile(r"\bCUDA_GRAPH_RUNTIME((?: [a-z_]{1,40}=[^\s=]{1,80}){7,20})(?=\s|$)")
-RUNTIME_KEYS: Final = frozenset(["requested", "resolved", "mode", "decode_mode", "breakable", "enforce_eager", "strict"])
+RUNTIME_KEYS: Final = frozenset(
+    ["requested", "resolved", "mode", "decode_mode", "breakable", "enforce_eager", "strict"]
+)
 
 # kind, a literal that every such line holds, the pattern. Named groups become figures.
 FAULTS: Final = tuple(
     (kind, literal, re.compile(pattern))
     for kind, literal, pattern in (
         ("audit_failed", "DSPARK_RUNTIME_AUDIT_FAIL", r"DSPARK_RUNTIME_AUDIT_FAIL"),
-        ("peer_lost", "gloo/transport", r"gloo/transport/tcp/\w{1,40}\.cc:\d{1,6}\] .{0,200}?(?:by peer|remote worker|imed out|Broken pipe)"),
-        ("fabric", "NCCL", r"\bNCCL error|NCCL WARN .{0,120}?(?:Connection (?:closed|reset|refused)|IBV_WC_\w{1,40}|unhandled system error)"),
+        (
+            "peer_lost",
+            "gloo/transport",
+            r"gloo/transport/tcp/\w{1,40}\.cc:\d{1,6}\] .{0,200}?(?:by peer|remote worker|imed out|Broken pipe)",
+        ),
+        (
+            "fabric",
+            "NCCL",
+            r"\bNCCL error|NCCL WARN .{0,120}?(?:Connection (?:closed|reset|refused)|IBV_WC_\w{1,40}|unhandled system error)",
+        ),
         ("fabric", "nccl", r"\bnccl(?:Remote|System|Internal|UnhandledCuda)Error\b"),
         ("worker_exception", "WorkerProc hit an exception", r"WorkerProc hit an exception"),
         ("engine_fatal", "EngineCore encountered a fatal error", r"EngineCore encountered a fatal error"),
         ("engine_dead", "EngineDeadError", r"\bEngineDeadError\b"),
-        ("hang", "No available shared memory broadcast block", r"No available shared memory broadcast block found in (?P<seconds>\d{1,6}) seconds"),
+        (
+            "hang",
+            "No available shared memory broadcast block",
+            r"No available shared memory broadcast block found in (?P<seconds>\d{1,6}) seconds",
+        ),
         ("hang", "Watchdog caught collective operation timeout", r"Watchdog caught collective operation timeout"),
         ("rpc_timeout", "RPC call to ", r"RPC call to \w{1,80} timed out"),
         ("startup_failed", "Engine core initialization failed", r"Engine core initialization failed"),
@@ -105,7 +119,11 @@ FAULTS: Final = tuple(
         ("out_of_memory", "out of memory", r"CUDA out of memory|CUDA error: out of memory"),
         ("out_of_memory", "OutOfMemoryError", r"\btorch\.(?:cuda\.)?OutOfMemoryError\b"),
         ("out_of_memory", "NV_ERR_NO_MEMORY", r"NV_ERR_NO_MEMORY"),
-        ("graph_selection", "CUDA graph selection", r"(?:Conflicting native and legacy|Strict (?:regular|breakable)) CUDA graph selection"),
+        (
+            "graph_selection",
+            "CUDA graph selection",
+            r"(?:Conflicting native and legacy|Strict (?:regular|breakable)) CUDA graph selection",
+        ),
         ("jit", "JIT compilation during inference", r"\bJIT compilation during inference: \S"),
     )
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -106,7 +107,11 @@ def wanted_marks(config: pytest.Config) -> tuple[str, ...]:
     if not expression:
         return selection.wanted_by_ids(config.args)
     compiled = Expression.compile(expression)
-    return selection.wanted(lambda names: compiled.evaluate(lambda name, **_: name in names))
+
+    def matches(names: frozenset[str]) -> bool:
+        return compiled.evaluate(lambda name, /, **_: name in names)
+
+    return selection.wanted(matches)
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
@@ -142,7 +147,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     worker = getattr(config, "workerinput", None)
     if worker is not None:
-        config.stash[STATE] = worker_state(worker.get("dspark"), options(config))
+        if worker.get("dspark"):
+            config.stash[STATE] = worker_state(worker["dspark"], options(config))
     elif wanted_marks(config) and not config.getoption("collectonly"):
         _configure_controller(config)
 
@@ -208,13 +214,16 @@ def _speaker(config: pytest.Config) -> Callable[[str], None]:
 
 
 def _install_signals(config: pytest.Config, state: State) -> None:
-    def handler(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    def handler(number: int, frame: FrameType | None) -> None:
         if state.interrupt(signal.Signals(number).name):
             raise KeyboardInterrupt(signal.Signals(number).name)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        old = signal.signal(number, handler)
-        config.add_cleanup(lambda number=number, old=old: signal.signal(number, old))  # type: ignore[misc]
+        config.add_cleanup(partial(_restore, number, signal.signal(number, handler)))
+
+
+def _restore(number: int, old: Any) -> None:
+    signal.signal(number, old)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -232,7 +241,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScheduling
 
-    class TurnScheduling(LoadScheduling):
+    class TurnScheduling(LoadScheduling):  # type: ignore[misc]
         @property
         def tests_finished(self) -> bool:
             return bool(self.collection_is_completed and not self.pending)
@@ -345,8 +354,10 @@ def _arm_timeout(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:  # type: ignore[misc]
-    report: pytest.TestReport = yield  # type: ignore[assignment,misc]
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
     state = item.config.stash.get(STATE, None)
     if state is not None and check_of(item) and not item.stash.get(ROW_WRITTEN, False) and not report.passed:
         item.stash[ROW_WRITTEN] = True
@@ -396,7 +407,7 @@ def engine(request: pytest.FixtureRequest, dspark_profile: str) -> Iterator[Endp
 
 
 @pytest.fixture
-def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:  # noqa: ARG001
+def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
     """The verdict of this case's check: measured here, judged, and written to rows.jsonl before the body runs.
 
     Infrastructure (ERROR, BLOCKED, CAPACITY) fails the set-up, so that JUnit shows an error and not a failure; what cannot

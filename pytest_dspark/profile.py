@@ -166,7 +166,9 @@ def _quoted(key: str, value: str, refuse: Callable[[str], NoReturn]) -> str:
     if "\\\\" in body:
         refuse(f"expected one meaning of {key}, found two backslashes, which some readers halve; write \\u005c")
     if "${" in body:
-        refuse(f"expected one meaning of {key}, found '${{', which some readers expand even in single quotes; write \\u0024{{")
+        refuse(
+            f"expected one meaning of {key}, found '${{', which some readers expand even in single quotes; write \\u0024{{"
+        )
     if not body.startswith("{"):
         refuse(f"expected a JSON object in the quotes of {key}; any other value stands without quotes")
     if not body.isprintable():

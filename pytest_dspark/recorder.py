@@ -168,9 +168,14 @@ class Recorder:
         result = self._outcome
         if result is None:
             return
-        word = {True: "accepted", False: "NOT accepted", None: "acceptance not applicable"}[result.accepted]
-        if self._state.recipe.rehearsal and not result.subset:
-            word = "rehearsal met every requirement" if result.met else "rehearsal did NOT meet every requirement"
+        print(f"dspark: {self._word(result)}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
+
+    def _word(self, result: Outcome) -> str:
+        """The run in a few words."""
         if result.subset:
-            word = "subset: not an acceptance"
-        print(f"dspark: {word}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
+            return "subset: not an acceptance"
+        if self._state.options.endpoint:
+            return "acceptance not applicable: nothing proves what answered"
+        if self._state.recipe.rehearsal:
+            return "rehearsal met every requirement" if result.met else "rehearsal did NOT meet every requirement"
+        return "accepted" if result.accepted else "NOT accepted"

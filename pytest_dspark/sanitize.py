@@ -101,7 +101,9 @@ def mask_text(text: str, values: Iterable[str] = ()) -> str:
     A value is also found as JSON or a URL would write it. Values under four characters are left alone: they would
     change half of every text and hide nothing. The result holds none of the values, and masking it again changes nothing.
     """
-    spellings = {spelling for value in values if len(value) >= SHORTEST and value.strip("*") for spelling in _spellings(value)}
+    spellings = {
+        spelling for value in values if len(value) >= SHORTEST and value.strip("*") for spelling in _spellings(value)
+    }
     if spellings:
         # The longest first, so that no value is left half standing by a shorter one inside it.
         text = re.sub("|".join(re.escape(s) for s in sorted(spellings, key=len, reverse=True)), MASK, text)
@@ -114,4 +116,12 @@ def _spellings(value: str) -> set[str]:
     """The value itself, and as JSON (also JSON in JSON), Python and a URL write it."""
     written = json.dumps(value)[1:-1]
     again = json.dumps(written)[1:-1]
-    return {value, written, again, json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1], quote(value, safe=""), quote(value)}
+    return {
+        value,
+        written,
+        again,
+        json.dumps(value, ensure_ascii=False)[1:-1],
+        repr(value)[1:-1],
+        quote(value, safe=""),
+        quote(value),
+    }

@@ -97,10 +97,8 @@ def _stage(
     )
 
 
-def worker_state(given: Mapping[str, str] | None, options: setup.Options) -> State | None:
-    """The state of an xdist worker, from what the controller sent; None if the session needs no engine."""
-    if not given:
-        return None
+def worker_state(given: Mapping[str, str], options: setup.Options) -> State:
+    """The state of an xdist worker, from what the controller sent."""
     plans = setup.make_plans(options, given["marks"].split(","))
     stage = RemoteStage(Address(given["path"], given["key"]))
     run = RunFolder(Path(given["run"]), given["run_id"])

@@ -9,6 +9,6 @@ pytestmark = [pytest.mark.profiles("long1m", "production", "breakable_ab"), pyte
 
 @pytest.mark.check("gate.{requirement}")
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
-def test_gate(verdict, requirement):  # noqa: ARG001
+def test_gate(verdict, requirement):
     """The requirement holds on every rank that can show it."""
     assert verdict.passed, verdict

@@ -40,22 +40,46 @@ class Place:
         return self.folder / "evidence"
 
     def cluster(self) -> Path:
-        lines = [f'name = "test-{self.port}"', f'recipe = "{self.recipe}"', f"port = {self.port}", f"master_port = {self.master_port}"]
+        lines = [
+            f'name = "test-{self.port}"',
+            f'recipe = "{self.recipe}"',
+            f"port = {self.port}",
+            f"master_port = {self.master_port}",
+        ]
         lines += [f'wrapper = "{self.wrapper}"'] if self.wrapper else []
         for number, (bundle, env) in enumerate(zip(self.bundles, self.env, strict=True), 1):
-            lines += ["[[host]]", f'name = "host-{number}"', "process = true", f'address = "127.0.0.{number}"', f'bundle = "{bundle}"']
-            lines += ["[host.env]", *(f"{key} = {json.dumps(value)}" for key, value in ({"REHEARSAL_TIME": "0.001"} | env).items())]
+            lines += [
+                "[[host]]",
+                f'name = "host-{number}"',
+                "process = true",
+                f'address = "127.0.0.{number}"',
+                f'bundle = "{bundle}"',
+            ]
+            lines += [
+                "[host.env]",
+                *(f"{key} = {json.dumps(value)}" for key, value in ({"REHEARSAL_TIME": "0.001"} | env).items()),
+            ]
         path = self.folder / "cluster.toml"
         path.write_text("\n".join(lines) + "\n")
         return path
 
     def start(self, *args: str, mark: str = "production") -> Session:
-        command = [sys.executable, "-m", "pytest", "-m", mark, f"--dspark-cluster={self.cluster()}", f"--dspark-out={self.out}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            mark,
+            f"--dspark-cluster={self.cluster()}",
+            f"--dspark-out={self.out}",
+        ]
         command += ["-p", "no:cacheprovider", "suites", *args]
         log = self.folder / f"log-{time.monotonic_ns()}.txt"
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "COV_"))}
         with log.open("wb") as file:
-            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
         return Session(self, process, log)
 
     def run(self, *args: str, mark: str = "production") -> Session:

@@ -117,7 +117,12 @@ def test_thinking_that_took_the_whole_budget() -> None:
     result = judge_code(None, "so the code must be 48213", CODE)
     assert (result.ok, result.code, result.message) == (False, "NO_ANSWER", "no final answer: nothing but reasoning")
     assert judge_code("", "", CODE).message == "no final answer"
-    assert judge_number(None, "48213", CODE).code == judge_exact(None, "48213", CODE).code == judge_json(None, "{}", {}).code == "NO_ANSWER"
+    assert (
+        judge_number(None, "48213", CODE).code
+        == judge_exact(None, "48213", CODE).code
+        == judge_json(None, "{}", {}).code
+        == "NO_ANSWER"
+    )
 
 
 def test_reasoning_beside_an_answer_changes_nothing() -> None:
@@ -126,7 +131,10 @@ def test_reasoning_beside_an_answer_changes_nothing() -> None:
 
 
 def test_messages_say_what_is_and_what_was_expected() -> None:
-    assert judge_code("48213 or 11111", "", CODE).message == "expected the code 48213, found ambiguous: 48213 and 11111 in '48213 or 11111'"
+    assert (
+        judge_code("48213 or 11111", "", CODE).message
+        == "expected the code 48213, found ambiguous: 48213 and 11111 in '48213 or 11111'"
+    )
     assert judge_code("not found", "", CODE).message == "expected the code 48213, found no code in 'not found'"
     assert judge_code("11111", "", CODE).message == "expected the code 48213, found 11111"
     assert len(judge_code("no " * 100_000, "", CODE).message) < 400
@@ -224,12 +232,30 @@ def test_number_judge() -> None:
     assert judge_number("Infinity", "", 3).code == "WRONG_ANSWER"
 
 
-@pytest.mark.parametrize("text", ["133", "133.", "**133**", "'133'", "133\n", "1３3", "<think>1</think>133", "$133$", "\\boxed{133}", "133.0", "\\(133\\)", "`133`"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "133",
+        "133.",
+        "**133**",
+        "'133'",
+        "133\n",
+        "1３3",
+        "<think>1</think>133",
+        "$133$",
+        "\\boxed{133}",
+        "133.0",
+        "\\(133\\)",
+        "`133`",
+    ],
+)
 def test_exact_right(text: str) -> None:
     assert judge_exact(text, "", "133").ok
 
 
-@pytest.mark.parametrize("text", ["7 x 19 = 133", "133 apples", "1330", "13 3", "132", "-133", "133%", "one hundred", "133 133", "$"])
+@pytest.mark.parametrize(
+    "text", ["7 x 19 = 133", "133 apples", "1330", "13 3", "132", "-133", "133%", "one hundred", "133 133", "$"]
+)
 def test_exact_wrong(text: str) -> None:
     result = judge_exact(text, "", "133")
     assert (result.ok, result.code) == (False, "WRONG_ANSWER")
@@ -295,7 +321,38 @@ def test_json_true_is_not_one() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["<think>", "</think>", "```", "\n", "**", "_", " ", "48213", "11111", "1", "-", ",", ".", "é", "{", "}", '"a"', ":", "\\boxed{", "answer is ", "\ud800", "\0"]) | st.text(max_size=3), max_size=15).map("".join))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "```",
+                "\n",
+                "**",
+                "_",
+                " ",
+                "48213",
+                "11111",
+                "1",
+                "-",
+                ",",
+                ".",
+                "é",
+                "{",
+                "}",
+                '"a"',
+                ":",
+                "\\boxed{",
+                "answer is ",
+                "\ud800",
+                "\0",
+            ]
+        )
+        | st.text(max_size=3),
+        max_size=15,
+    ).map("".join)
+)
 def test_no_text_raises_and_a_pass_means_the_code_stands_there(text: str) -> None:
     result = judge_code(text, "", CODE)
     judge_number(text, "", 5)
@@ -306,7 +363,28 @@ def test_no_text_raises_and_a_pass_means_the_code_stands_there(text: str) -> Non
         assert "11111" not in final_answer(text, "").answer.replace("-", " ").split()
 
 
-@pytest.mark.parametrize("piece", ["<think>", "</think>", "<think", "```\n", "**a", "_", " ", "1,", "1", "1.", "48213 ", "answer is ", "\\boxed{", "-", "[", "answer", "\n\t"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<think>",
+        "</think>",
+        "<think",
+        "```\n",
+        "**a",
+        "_",
+        " ",
+        "1,",
+        "1",
+        "1.",
+        "48213 ",
+        "answer is ",
+        "\\boxed{",
+        "-",
+        "[",
+        "answer",
+        "\n\t",
+    ],
+)
 def test_a_megabyte_takes_linear_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     start = time.perf_counter()

@@ -61,7 +61,9 @@ def test_accepted_only_if_every_required_check_is_pass_once():
     for verdict in ("FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED", "NOT_IMPLEMENTED"):
         assert judged([("a", "PASS"), ("b", verdict)]).accepted is False
     assert judged([("a", "PASS")]).accepted is False, "a required row is missing"
-    assert judged([("a", "PASS"), ("b", "ERROR"), ("b", "PASS")]).accepted is False, "a second attempt does not wash the first"
+    assert judged([("a", "PASS"), ("b", "ERROR"), ("b", "PASS")]).accepted is False, (
+        "a second attempt does not wash the first"
+    )
     assert judged([], required=(), selected=()).accepted is False, "a recipe that requires nothing accepts nothing"
 
 

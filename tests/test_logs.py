@@ -54,7 +54,9 @@ def test_engine_line() -> None:
 
 def test_compilation_compares_with_the_json_of_a_profile() -> None:
     found = read_log(engine()).compilation or {}
-    asked = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_implementation":"regular","cudagraph_strict":true}'
+    asked = (
+        '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_implementation":"regular","cudagraph_strict":true}'
+    )
     assert json.loads(asked).items() <= found.items()
     assert (found["mode_name"], found["sizes"], found["share"], found["none"]) == ("NONE", [1, 2, [4, 0]], 0.5, None)
     assert (found["pass_config"], found["type"], found["cache_dir"]) == ({"fuse": False}, {"kind": "backed"}, "")
@@ -69,7 +71,11 @@ def test_a_difference_is_seen() -> None:
 
 def test_the_last_engine_line_counts() -> None:
     log = read_log(f"{engine()}\n{engine('max_seq_len=1, compilation_config=None', '9')}")
-    assert (log.engine_version, log.engine_config, log.compilation) == ("9", {"max_seq_len": 1, "compilation_config": None}, None)
+    assert (log.engine_version, log.engine_config, log.compilation) == (
+        "9",
+        {"max_seq_len": 1, "compilation_config": None},
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,14 +105,28 @@ def test_arguments_and_their_secrets() -> None:
     )
     found = read_log(line).non_default_args or {}
     assert "planted" not in repr(found)
-    assert found == {"port": 8888, "api_key": "***", "hf_token": "***", "served_model_name": ["s"], "compilation_config": {"mode": 0, "mode_name": "NONE"}}
+    assert found == {
+        "port": 8888,
+        "api_key": "***",
+        "hf_token": "***",
+        "served_model_name": ["s"],
+        "compilation_config": {"mode": 0, "mode_name": "NONE"},
+    }
 
 
 @pytest.mark.parametrize(
     ("text", "tokens", "concurrency"),
     [
-        ("[kv.py:2177] GPU KV cache size: 1,041,584 tokens\n[kv.py:2178] Maximum concurrency for 8,192 tokens per request: 127.15x", 1041584, 127.15),
-        ("[kv.py:2327] CPU KV cache size: 69,888 tokens, Maximum concurrency for 8,192 tokens per request: 8.53x", 69888, 8.53),
+        (
+            "[kv.py:2177] GPU KV cache size: 1,041,584 tokens\n[kv.py:2178] Maximum concurrency for 8,192 tokens per request: 127.15x",
+            1041584,
+            127.15,
+        ),
+        (
+            "[kv.py:2327] CPU KV cache size: 69,888 tokens, Maximum concurrency for 8,192 tokens per request: 8.53x",
+            69888,
+            8.53,
+        ),
         ("GPU KV cache size: 156,000 tokens", 156000, None),
         ("GPU KV cache size: 5 tokens\nGPU KV cache size: 7 tokens", 7, None),
         ("Engine 000: Running: 2 reqs, GPU KV cache usage: 0.4%", None, None),
@@ -131,7 +151,10 @@ def test_rank_and_world() -> None:
 
 def test_unknown_environment_once_each() -> None:
     line = "(APIServer pid=1) WARNING 07-02 21:58:11 [envs.py:2027] Unknown vLLM environment variable detected: "
-    assert read_log(f"{line}VLLM_RPC_TIMEOUT\n{line}VLLM_BUILD_COMMIT\n{line}VLLM_RPC_TIMEOUT").unknown_env == ("VLLM_RPC_TIMEOUT", "VLLM_BUILD_COMMIT")
+    assert read_log(f"{line}VLLM_RPC_TIMEOUT\n{line}VLLM_BUILD_COMMIT\n{line}VLLM_RPC_TIMEOUT").unknown_env == (
+        "VLLM_RPC_TIMEOUT",
+        "VLLM_BUILD_COMMIT",
+    )
 
 
 def test_the_last_graph_line_of_a_worker_counts() -> None:
@@ -161,24 +184,63 @@ LINES = [
         "(Worker_TP0 pid=3) ERROR 11-30 [multiproc_executor.py:1063] RuntimeError: [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
         "Read error [192.0.2.2]:16612: Connection reset by peer. This is typically caused by a remote worker hanging or bugs",
     ),
-    ("peer_lost", "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [192.0.2.2]:36213"),
-    ("peer_lost", "RuntimeError: [../gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"),
+    (
+        "peer_lost",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [192.0.2.2]:36213",
+    ),
+    (
+        "peer_lost",
+        "RuntimeError: [../gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete",
+    ),
     ("fabric", "spark-1:203:203 [0] NCCL WARN socketProgress: Connection closed by remote peer 192.0.2.2<3>"),
     ("fabric", "spark-1:203:203 [0] NCCL WARN NET/IB : Got completion from peer with status=12 IBV_WC_RETRY_EXC_ERR"),
-    ("fabric", "torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:2251, unhandled system error"),
-    ("fabric", "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."),
-    ("worker_exception", "(Worker_TP0 pid=30) ERROR 11-30 02:37:16 [multiproc_executor.py:1063] WorkerProc hit an exception."),
+    (
+        "fabric",
+        "torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:2251, unhandled system error",
+    ),
+    (
+        "fabric",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ),
+    (
+        "worker_exception",
+        "(Worker_TP0 pid=30) ERROR 11-30 02:37:16 [multiproc_executor.py:1063] WorkerProc hit an exception.",
+    ),
     ("engine_fatal", "(EngineCore pid=21) ERROR 11-30 02:37:16 [core.py:1512] EngineCore encountered a fatal error."),
-    ("engine_dead", "[async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)"),
-    ("hang", "[shm_broadcast.py:871] No available shared memory broadcast block found in 60 seconds. This typically happens when"),
-    ("hang", "[rank1]:[E ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"),
-    ("rpc_timeout", "(EngineCore pid=23) ERROR 11-30 02:46:33 [core.py:1512] TimeoutError: RPC call to execute_model timed out."),
-    ("startup_failed", "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"),
+    (
+        "engine_dead",
+        "[async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
+    ),
+    (
+        "hang",
+        "[shm_broadcast.py:871] No available shared memory broadcast block found in 60 seconds. This typically happens when",
+    ),
+    (
+        "hang",
+        "[rank1]:[E ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+    ),
+    (
+        "rpc_timeout",
+        "(EngineCore pid=23) ERROR 11-30 02:46:33 [core.py:1512] TimeoutError: RPC call to execute_model timed out.",
+    ),
+    (
+        "startup_failed",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+    ),
     ("startup_failed", "(EngineCore pid=9) ERROR 11-30 [core.py:1510] EngineCore failed to start."),
     ("startup_failed", "Exception: WorkerProc initialization failed due to an exception in a background process."),
-    ("rendezvous_timeout", "torch.distributed.DistStoreError: Timed out after 31 seconds waiting for clients. 1/2 clients joined."),
-    ("free_memory", "ValueError: Free memory on device cuda:0 (68.0/121.0 GiB) on startup is less than desired GPU memory utilization (0.835, 101.04 GiB)."),
-    ("free_memory", "ValueError: Free memory on device (61.05/119.7 GiB) on startup is less than desired GPU memory utilization (0.52, 62.24 GiB)"),
+    (
+        "rendezvous_timeout",
+        "torch.distributed.DistStoreError: Timed out after 31 seconds waiting for clients. 1/2 clients joined.",
+    ),
+    (
+        "free_memory",
+        "ValueError: Free memory on device cuda:0 (68.0/121.0 GiB) on startup is less than desired GPU memory utilization (0.835, 101.04 GiB).",
+    ),
+    (
+        "free_memory",
+        "ValueError: Free memory on device (61.05/119.7 GiB) on startup is less than desired GPU memory utilization (0.52, 62.24 GiB)",
+    ),
     (
         "kv_too_small",
         "ValueError: To serve at least one request with the model's max seq len (327680), (14.29 GiB KV cache is needed, which is larger than the "
@@ -188,9 +250,18 @@ LINES = [
     ("out_of_memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
     ("out_of_memory", "RuntimeError: CUDA error: out of memory"),
     ("out_of_memory", "NVRM: nvAssertFailedNoLog: Assertion failed: NV_ERR_NO_MEMORY 0x51"),
-    ("graph_selection", "ValueError: Conflicting native and legacy CUDA graph selections: regular and VLLM_USE_BREAKABLE_CUDAGRAPH=1"),
-    ("graph_selection", "ValueError: Strict breakable CUDA graph selection did not select the breakable capture runner"),
-    ("jit", "(Worker_TP1 pid=11) WARNING 11-30 [jit_monitor.py:135] Triton kernel JIT compilation during inference: some_kernel. This causes a latency spike"),
+    (
+        "graph_selection",
+        "ValueError: Conflicting native and legacy CUDA graph selections: regular and VLLM_USE_BREAKABLE_CUDAGRAPH=1",
+    ),
+    (
+        "graph_selection",
+        "ValueError: Strict breakable CUDA graph selection did not select the breakable capture runner",
+    ),
+    (
+        "jit",
+        "(Worker_TP1 pid=11) WARNING 11-30 [jit_monitor.py:135] Triton kernel JIT compilation during inference: some_kernel. This causes a latency spike",
+    ),
 ]
 
 
@@ -204,7 +275,10 @@ def test_fault_lines(kind: str, line: str) -> None:
 
 def test_every_fault_pattern_has_a_line() -> None:
     for kind, literal, pattern in FAULTS:
-        assert any(name == kind and literal in line and pattern.search(line) for name, line in LINES), (kind, pattern.pattern)
+        assert any(name == kind and literal in line and pattern.search(line) for name, line in LINES), (
+            kind,
+            pattern.pattern,
+        )
 
 
 @pytest.mark.parametrize(
@@ -287,7 +361,13 @@ def test_no_text_raises(text: str) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.text(max_size=6), lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3), max_leaves=6))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.text(max_size=6),
+        lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=3),
+        max_leaves=6,
+    )
+)
 def test_a_repr_comes_back(value: object) -> None:
     """What Python prints is read back, but for nesting beyond the limit, unprintable characters and a `mode` of enums."""
     text = repr(value)
@@ -311,7 +391,14 @@ def test_five_megabytes_in_one_line(piece: str, head: str) -> None:
     assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("line", ["(APIServer pid=1) INFO:     192.0.2.9:46722 - \"POST /v1/chat/completions HTTP/1.1\" 200 OK\n", runtime() + "\n", "\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '(APIServer pid=1) INFO:     192.0.2.9:46722 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n',
+        runtime() + "\n",
+        "\n",
+    ],
+)
 def test_five_megabytes_of_lines(line: str) -> None:
     text = line * (5_000_000 // len(line))
     start = time.perf_counter()

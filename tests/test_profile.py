@@ -114,7 +114,7 @@ def test_values_lines_and_sum(tmp_path: Path) -> None:
         ("A='{\"a\":1e999}'", "range"),
         ('A=\'{"a":"\\ud800"}\'', "surrogate"),
         ('A=\'{"a":"\\\\n"}\'', "u005c"),
-        ("A='{\"a\":\"${HOME}\"}'", "u0024"),
+        ('A=\'{"a":"${HOME}"}\'', "u0024"),
         ("A='{\"a\":\t1}'", "control"),
         ("A='{a:1}'", "JSON object"),
         ("A='" + '{"a":' * 20000 + "'", "nested"),

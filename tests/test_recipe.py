@@ -34,7 +34,9 @@ def write(tmp_path, text, name="small.toml"):
 def test_shipped_recipes_load_and_require_something(name):
     recipe = load_recipe(RECIPES / f"{name}.toml")
     assert recipe.canaries and recipe.markers
-    assert all(checks for _, checks in recipe.acceptance) and {mark for mark, _ in recipe.acceptance} == {mark for mark, _ in recipe.profiles}
+    assert all(checks for _, checks in recipe.acceptance) and {mark for mark, _ in recipe.acceptance} == {
+        mark for mark, _ in recipe.profiles
+    }
 
 
 def test_pins_of_the_frozen_image():
@@ -47,20 +49,29 @@ def test_pins_of_the_frozen_image():
     ("text", "words"),
     [
         (BASE.replace("schema = 1", "schema = 2"), "schema must be 1"),
-        (BASE + '[launch]\nready = 5\n', "unknown key 'ready'"),
+        (BASE + "[launch]\nready = 5\n", "unknown key 'ready'"),
         (BASE + "[surprise]\n", "unknown key 'surprise'"),
         (BASE.replace("{N}", "{M}"), "placeholder {M}"),
         (BASE + '[knobs.UNUSED]\ntype = "str"\n', "knob UNUSED is used by no argv"),
         (BASE.replace('type = "int"', 'type = "number"'), "type must be one of"),
-        (BASE + '[[limit]]\nwhen = { X = { min = 1 } }\neffect = "refuse"\nreason = "r"\n', "limit on X, which is no knob"),
+        (
+            BASE + '[[limit]]\nwhen = { X = { min = 1 } }\neffect = "refuse"\nreason = "r"\n',
+            "limit on X, which is no knob",
+        ),
         (BASE + '[[limit]]\nwhen = { N = { least = 1 } }\neffect = "refuse"\nreason = "r"\n', "unknown key 'least'"),
         (BASE + '[[marker]]\nname = "a"\nkind = "required"\npattern = "("\nmatch = ["("]\n', "pattern '('"),
         (BASE + '[[marker]]\nname = "a"\nkind = "required"\npattern = "x"\nmatch = ["y"]\n', "must match 'y'"),
-        (BASE + '[[marker]]\nname = "a"\nkind = "required"\npattern = "x"\nmatch = ["x"]\nno_match = ["xx"]\n', "must not match 'xx'"),
+        (
+            BASE + '[[marker]]\nname = "a"\nkind = "required"\npattern = "x"\nmatch = ["x"]\nno_match = ["xx"]\n',
+            "must not match 'xx'",
+        ),
         (BASE + '[[marker]]\nname = "a"\nkind = "required"\npattern = "x"\n', "at least one real line"),
-        (BASE + '[[marker]]\nname = "a"\nkind = "wanted"\npattern = "x"\nmatch = ["x"]\n', "kind must be required or forbidden"),
+        (
+            BASE + '[[marker]]\nname = "a"\nkind = "wanted"\npattern = "x"\nmatch = ["x"]\n',
+            "kind must be required or forbidden",
+        ),
         (BASE + '[[canary]]\nname = "a"\nkind = "exact"\nprompt = "?"\n', "proves nothing"),
-        (BASE + '[labels]\na = 1\n', "labels.a must be a text"),
+        (BASE + "[labels]\na = 1\n", "labels.a must be a text"),
         ("schema = [", "small.toml"),
     ],
 )

@@ -42,8 +42,14 @@ def test_plain_names(name: str) -> None:
 
 def test_declared_names() -> None:
     assert is_secret_key("LICENSE_CODE", ["license_code"])
-    assert mask_env([("LICENSE_CODE", PLANTED), ("A", "1"), ("HF_TOKEN", "")], ["LICENSE_CODE"]) == (("LICENSE_CODE", "***"), ("A", "1"), ("HF_TOKEN", ""))
-    assert secret_values([("LICENSE_CODE", PLANTED), ("HF_TOKEN", "abc"), ("A", "long value")], ["LICENSE_CODE"]) == (PLANTED,)
+    assert mask_env([("LICENSE_CODE", PLANTED), ("A", "1"), ("HF_TOKEN", "")], ["LICENSE_CODE"]) == (
+        ("LICENSE_CODE", "***"),
+        ("A", "1"),
+        ("HF_TOKEN", ""),
+    )
+    assert secret_values([("LICENSE_CODE", PLANTED), ("HF_TOKEN", "abc"), ("A", "long value")], ["LICENSE_CODE"]) == (
+        PLANTED,
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,16 @@ def test_plain_text_stays(text: str) -> None:
 
 def test_known_values_in_every_spelling() -> None:
     value = 'p w"ä/\\x+1'
-    text = " ".join([value, json.dumps({"a": value}), json.dumps({"a": value}, ensure_ascii=False), quote(value, safe=""), f"http://x/?k={quote(value)}", repr(value)])
+    text = " ".join(
+        [
+            value,
+            json.dumps({"a": value}),
+            json.dumps({"a": value}, ensure_ascii=False),
+            quote(value, safe=""),
+            f"http://x/?k={quote(value)}",
+            repr(value),
+        ]
+    )
     masked = mask_text(text, [value])
     for spelling in (value, json.dumps(value)[1:-1], quote(value, safe=""), quote(value), repr(value)[1:-1]):
         assert spelling not in masked
@@ -146,7 +161,10 @@ def test_short_values_are_left_and_longer_ones_go_first() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.text(alphabet="abcXY19-_.+$^([é\"\\ ", min_size=4, max_size=8), min_size=1, max_size=3), st.lists(st.text(max_size=6), min_size=1, max_size=4))
+@given(
+    st.lists(st.text(alphabet='abcXY19-_.+$^([é"\\ ', min_size=4, max_size=8), min_size=1, max_size=3),
+    st.lists(st.text(max_size=6), min_size=1, max_size=4),
+)
 def test_no_planted_value_comes_through(values: list[str], between: list[str]) -> None:
     text = "".join(piece + value for piece in between for value in values)
     masked = mask_text(text, values)
@@ -163,7 +181,9 @@ def test_masking_twice_changes_nothing(text: str) -> None:
 def test_the_reported_case() -> None:
     """A token in the profile, a bearer key in the request, a log that prints its environment, an inspect dump."""
     pairs = [("HF_TOKEN", "hf_EXAMPLE"), ("VLLM_API_KEY", PLANTED), ("MAX_MODEL_LEN", "8192")]
-    dump = json.dumps({"Config": {"Env": [f"{key}={value}" for key, value in pairs]}, "Args": ["serve", "--api-key", PLANTED]})
+    dump = json.dumps(
+        {"Config": {"Env": [f"{key}={value}" for key, value in pairs]}, "Args": ["serve", "--api-key", PLANTED]}
+    )
     log = f"HF_TOKEN=hf_EXAMPLE\n{PLANTED}\nAuthorization: Bearer {PLANTED}\n{dump}\nassert {pairs!r} == 1"
     values = secret_values(pairs)
     masked = mask_text(log, values)
@@ -174,7 +194,26 @@ def test_the_reported_case() -> None:
     assert "hf_EXAMPLE" not in repr(read_log(masked))
 
 
-@pytest.mark.parametrize("piece", ["a", "Bearer ", "hf_", "://", "x://", "x://a", "sk-", "A_KEY=", "A_", "-----BEGIN PRIVATE KEY-----", "api_key: ['", "authorization: ", "--api-key ", "--a", " "])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a",
+        "Bearer ",
+        "hf_",
+        "://",
+        "x://",
+        "x://a",
+        "sk-",
+        "A_KEY=",
+        "A_",
+        "-----BEGIN PRIVATE KEY-----",
+        "api_key: ['",
+        "authorization: ",
+        "--api-key ",
+        "--a",
+        " ",
+    ],
+)
 def test_a_megabyte_in_linear_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
     start = time.perf_counter()

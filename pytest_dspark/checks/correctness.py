@@ -104,7 +104,7 @@ def measure_json(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
     return Finding("correctness.json", {"expect": dict(wanted), "reply": reply})
 
 
-def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     result = judge_json(reply["text"], reply["reasoning"], finding.data["expect"])
     return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
@@ -124,12 +124,10 @@ def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
         tool_choice=choice,
         stream=True,
     )
-    return Finding(
-        "correctness.tool", {"tool": "get_weather", "expect": settings["tool_expect"], "reply": reply}
-    )
+    return Finding("correctness.tool", {"tool": "get_weather", "expect": settings["tool_expect"], "reply": reply})
 
 
-def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     calls = [(call["name"], call["arguments"]) for call in reply["tool_calls"]]
     ok, message = judge_tool(calls, finding.data["tool"], finding.data["expect"])
@@ -153,7 +151,7 @@ def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Fin
     return Finding("correctness.retrieval", {"expect": code, "reply": _ask(endpoint, settings, canary_prompt(canary))})
 
 
-def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     result = judge_code(reply["text"], reply["reasoning"], finding.data["expect"])
     return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
@@ -177,7 +175,7 @@ def measure_stream(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Findin
     return Finding("correctness.stream", {"tokens": length, "reply": answer(reply), "done_marker": reply.done_marker})
 
 
-def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     """PASS if the stream ended at exactly the asked length, as the server itself counted, with text in it."""
     reply, length = finding.data["reply"], finding.data["tokens"]
     if reply["completion_tokens"] is None:
@@ -187,7 +185,9 @@ def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noq
         return Verdict(Status.FAIL, "WRONG_ANSWER", f"asked for exactly {length} tokens, got {found}")
     text = reply["text"] + reply["reasoning"]
     if not text.strip() or "\ufffd" in text:
-        return Verdict(Status.FAIL, "NO_ANSWER" if not text.strip() else "WRONG_ANSWER", f"the streamed text is {text[:80]!r}")
+        return Verdict(
+            Status.FAIL, "NO_ANSWER" if not text.strip() else "WRONG_ANSWER", f"the streamed text is {text[:80]!r}"
+        )
     return PASS
 
 

@@ -11,7 +11,7 @@ from pytest_dspark.verdict import Finding
 
 
 def _measure(requirement: str) -> Callable[..., Finding]:
-    def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:  # noqa: ARG001
+    def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:
         finding: Finding = stage.gate_finding(mark, requirement)
         return finding
 

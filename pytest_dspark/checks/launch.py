@@ -9,12 +9,12 @@ from pytest_dspark.checks import Check
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
 
-def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:  # noqa: ARG001
+def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:
     finding: Finding = stage.launch_finding(mark)
     return finding
 
 
-def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     """PASS if there was no error and readiness was reached (or an engine was attached or reused and answered)."""
     error = finding.data["error"]
     if error:

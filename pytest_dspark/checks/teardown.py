@@ -9,12 +9,12 @@ from pytest_dspark.checks import Check
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
 
-def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:  # noqa: ARG001
+def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:
     finding: Finding = stage.teardown_finding(mark)
     return finding
 
 
-def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:  # noqa: ARG001
+def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     """PASS only if something was stopped and nothing is left; a kept engine is NOT_IMPLEMENTED, never a pass."""
     if finding.data["kept"]:
         return Verdict(Status.NOT_IMPLEMENTED, "NOT_IMPLEMENTED", "kept: the engine was left running as asked")
