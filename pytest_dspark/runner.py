@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pytest_dspark.checks import Check
@@ -38,6 +39,7 @@ def run_check(
         verdict = check.judge(finding, settings)
     except DsparkError as error:
         verdict = verdict_of(_cause(stage, case, check, error))
+    verdict = replace(verdict, message=run.masked(verdict.message))
     run.append(row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s))
     return verdict
 

@@ -191,20 +191,24 @@ class Stage:
     def _start(self, session: Session) -> launch.Engine:
         site = session.site
         assert site is not None
+        kept_by = None if self._options.attach else self._kept.peek(session.plan)
+        with self._phase(session, "preflight"):
+            launching = not (self._options.attach or kept_by)
+            session.seen = preflight(session.plan, session.hosts, launching=launching).as_json()
+            self._run.write(f"{session.mark}/preflight.json", session.seen)
         if self._options.attach:
             return launch.adopt(site, run_id=None)
-        claimed = self._kept.claim(session.plan)
-        if claimed:
-            session.reused = True
-            self._say(f"{session.mark}: reusing the engine kept by run {claimed}, to be proven again")
-            engine = launch.adopt(site, run_id=claimed)
-            session.started = dict(enumerate(engine.rank_ids))
-            return engine
-        with self._phase(session, "preflight"):
-            session.seen = preflight(session.plan, session.hosts).as_json()
-            self._run.write(f"{session.mark}/preflight.json", session.seen)
+        if kept_by and self._kept.claim(session.plan, kept_by):
+            return self._reuse(session, site, kept_by)
         with self._phase(session, "start"):
             return launch.start(site, started=session.started)
+
+    def _reuse(self, session: Session, site: launch.Site, run_id: str) -> launch.Engine:
+        session.reused = True
+        session.say(f"reusing the engine kept by run {run_id}, to be proven again")
+        engine = launch.adopt(site, run_id=run_id)
+        session.started = dict(enumerate(engine.rank_ids))
+        return engine
 
     def _say_for(self, session: Session) -> Callable[[str], None]:
         watch = Stopwatch.started()

@@ -14,7 +14,7 @@ from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import RunFolder, default_root, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
-from pytest_dspark.plan import Plan
+from pytest_dspark.plan import Plan, secret_values
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
 from pytest_dspark.stage import Stage, StageOptions
@@ -74,10 +74,15 @@ def controller_state(
     """Read all files, create the run folder, build the stage. Raises ConfigError; no host is touched."""
     plans = setup.make_plans(options, marks)
     root = Path(out).absolute() if out else default_root()
-    run = new_run(root)
+    api_key = os.environ.get("DSPARK_API_KEY", "")
+    run = new_run(root, secrets_known=secret_values(plans.values()) + ((api_key,) if api_key else ()))
     recipe = next(iter(plans.values())).recipe
-    stage: Any = ForeignStage(plans) if options.endpoint else _stage(plans, run, root, keep, attach, say)
-    return State(options, plans, recipe, run, stage, say, controller=True)
+
+    def masked_say(text: str) -> None:
+        say(run.masked(text))
+
+    stage: Any = ForeignStage(plans) if options.endpoint else _stage(plans, run, root, keep, attach, masked_say)
+    return State(options, plans, recipe, run, stage, masked_say, controller=True)
 
 
 def _stage(
@@ -101,7 +106,7 @@ def worker_state(given: Mapping[str, str], options: setup.Options) -> State:
     """The state of an xdist worker, from what the controller sent."""
     plans = setup.make_plans(options, given["marks"].split(","))
     stage = RemoteStage(Address(given["path"], given["key"]))
-    run = RunFolder(Path(given["run"]), given["run_id"])
+    run = RunFolder(Path(given["run"]), given["run_id"], secret_values(plans.values()))
     return State(options, plans, next(iter(plans.values())).recipe, run, stage, lambda text: None, controller=False)  # noqa: ARG005
 
 

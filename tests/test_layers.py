@@ -8,14 +8,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pytest_dspark"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "rehearsal" not in path.parts)
+HOSTS = {path.name for path in (PACKAGE / "hosts").glob("*.py")} - {"__init__.py", "process.py"}
 ALLOWED = {
     "pytest": {"plugin.py", "recorder.py"},
     "_pytest": {"plugin.py"},
     "xdist": {"plugin.py"},
-    "requests": {"endpoint.py", "docker.py", "ssh.py"},
-    "urllib3": {"endpoint.py", "docker.py", "ssh.py"},
-    "docker": {"docker.py", "ssh.py"},
-    "paramiko": {"ssh.py"},
+    "requests": {"endpoint.py"} | HOSTS,
+    "urllib3": {"endpoint.py"} | HOSTS,
+    "docker": HOSTS,
+    "paramiko": HOSTS,
     "tiktoken": {"tokens.py"},
     "prometheus_client": {"metrics.py"},
 }

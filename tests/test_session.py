@@ -15,7 +15,20 @@ import pytest
 from rehearsed import BUNDLE, ROOT, Place
 
 pytestmark = pytest.mark.timeout(150)
-GATE = ["image", "labels", "argv", "symmetry", "environment", "restarts", "mounts", "model", "compilation", "markers", "forbidden", "canaries"]
+GATE = [
+    "image",
+    "labels",
+    "argv",
+    "symmetry",
+    "environment",
+    "restarts",
+    "mounts",
+    "model",
+    "compilation",
+    "markers",
+    "forbidden",
+    "canaries",
+]
 
 
 @pytest.fixture
@@ -339,6 +352,37 @@ def test_a_wrong_canary_is_the_models_failure(place, fault, verdict):
     session = place.run()
     assert session.verdicts()["gate.canaries"] == verdict and session.process.returncode == 1
     assert session.verdicts()["correctness.arithmetic"] == "BLOCKED"
+
+
+# --- time-outs
+
+
+def test_the_backstop_starts_when_the_engine_is_held_and_leaves_a_row(place):
+    slow = {"REHEARSAL_TIME": "0.01"}
+    place.env = (slow | {"REHEARSAL_FAULT": "hang_after_tokens=150"}, slow)
+    session = place.run("--timeout=4", "-k", "launch or stream or json or teardown")
+    assert session.process.returncode == 1, session.text[-3000:]
+    rows = {row["check"]: row for row in session.rows()}
+    assert rows["launch"]["verdict"] == "PASS"
+    assert rows["launch"]["elapsed_s"] > 4, "the launch took no longer than the time-out: the test shows nothing"
+    assert (rows["correctness.stream"]["verdict"], rows["correctness.stream"]["code"]) == ("ERROR", "DEADLINE")
+    assert 'failures="0"' in (session.folder / "junit.xml").read_text()
+    assert place.living() == []
+
+
+# --- secrets
+
+
+def test_no_secret_is_written_anywhere(place):
+    secret = "hf_EXAMPLEEXAMPLEEXAMPLE42"
+    env = {"HF_TOKEN": secret, "REHEARSAL_FAULT": f"extra_line=token {secret} and fallback to eager"}
+    place.env = (env, env)
+    session = place.run()
+    assert session.verdicts()["gate.forbidden"] == "ERROR", session.text[-3000:]
+    leaked = [path for path in place.out.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert leaked == []
+    assert secret not in session.text
+    assert "***" in (session.folder / "production" / "rank0.log").read_text()
 
 
 # --- signals
