@@ -114,6 +114,15 @@ def test_four_workers_make_the_same_rows_with_one_launch_a_profile(place):
     assert (four.folder / "publish" / "junit.xml").exists() and four.run_json()["requirements_met"]
 
 
+def test_any_number_of_ranks(place):
+    place.bundles, place.env = (BUNDLE,) * 3, ({}, {}, {})
+    session = place.run()
+    assert session.process.returncode == 0, session.text[-3000:]
+    gate = json.loads((session.folder / "production" / "runtime-gate.json").read_text())
+    assert [entry["rank"] for entry in gate["evidence"]["runtime_identity"].values()] == [0, 1, 2]
+    assert place.living() == []
+
+
 def test_breakable_profile_launches_with_the_same_image(place):
     a, b = place.run("-k", "launch or gate"), place.run("-k", "launch or gate", mark="breakable_ab")
     assert b.process.returncode == 0, b.text[-3000:]
