@@ -8,6 +8,7 @@ the reason; a requirement for which nothing at all could be compared is never a 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import shlex
@@ -640,9 +641,10 @@ def _canary_sections(plan: Plan, api: Api) -> dict[str, Any]:
 
 
 def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
+    """One rank under the names that readers of the original file know; a value that is not there is null."""
     labels, argv = rank.image.labels, serve_argv(rank.facts.path, rank.facts.args)
-    graph = rank.log.graph_runtime or {}
-    wanted = {key: value for key, value in plan.recipe.labels if value}
+    graph, wanted = rank.log.graph_runtime or {}, {key: value for key, value in plan.recipe.labels if value}
+    asked = plan.settings.values.get(plan.recipe.compilation) or {}
     return {
         "rank": rank.number,
         "host": rank.host,
@@ -655,11 +657,17 @@ def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
         "vllm_version": labels.get("io.r0b0tlab.vllm.package.version"),
         "integrated_vllm_commit": labels.get("io.r0b0tlab.vllm.integrated.commit"),
         "cudagraph_implementation": graph.get("resolved"),
+        "cudagraph_mode_expected": asked.get("cudagraph_mode"),
         "cudagraph_mode": graph.get("mode"),
+        "cudagraph_strict": graph.get("strict"),
         "enforce_eager": graph.get("enforce_eager"),
         "serialized_compilation_config": _json_flag(rank, "--compilation-config"),
         "command_sha256": hashlib.sha256(json.dumps(list(argv)).encode()).hexdigest(),
+        **_presence(argv),
+        "legacy_selector_pid1_entries": _entries(rank, "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        "dsv4_multi_stream_pid1_entries": _entries(rank, "VLLM_DSV4_ENABLE_MULTI_STREAM"),
         "runtime_audit_manifest_sha256": rank.manifest_sha256,
+        "runtime_audit_manifest_read_only": _read_only(plan, rank),
         "restart_count": rank.facts.restart_count,
         "started_at": rank.facts.started_at,
         "label_mismatches": {
@@ -668,6 +676,26 @@ def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
             if labels.get(key) != value
         },
     }
+
+
+def _presence(argv: Sequence[str]) -> dict[str, Any]:
+    """Flags of the command line that the original file lists with their values."""
+    values = dict(itertools.pairwise(argv))
+    names = {"optimization_level": "--optimization-level", "performance_mode": "--performance-mode"}
+    found = {name: values.get(flag) for name, flag in names.items()}
+    found |= {f"{name}_present": flag in argv for name, flag in names.items()}
+    return found | {"compilation_config_present": "--compilation-config" in argv}
+
+
+def _entries(rank: Rank, key: str) -> list[str]:
+    return [entry for entry in rank.facts.environment if entry.startswith(f"{key}=")]
+
+
+def _read_only(plan: Plan, rank: Rank) -> bool | None:
+    """Whether the runtime manifest is exactly one read-only mount; None where the recipe pins none."""
+    target = plan.recipe.pins.manifest_target
+    mounts = [mount for mount in rank.facts.mounts if mount.get("Destination") == target]
+    return (len(mounts) == 1 and mounts[0].get("RW") is False) if target else None
 
 
 def _log_section(plan: Plan, rank: Rank, report: GateReport) -> dict[str, Any]:

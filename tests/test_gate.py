@@ -1,0 +1,294 @@
+"""The gate's comparisons, pure: what holds, what does not, and what is only not observable."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_dspark.cluster import ImageFacts, RankFacts, load_cluster
+from pytest_dspark.gate import Api, Rank, as_file, examine, hold, judge_tool, serve_argv, without_rank
+from pytest_dspark.plan import plan
+from pytest_dspark.profile import load_profile
+from pytest_dspark.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+IMAGE = "sha256:2dfe24a303743722046c55bf2cf3ef9c9e6a40a008f73be16f9aa5c2ca38cf9b"
+MANIFEST = "f6777b31e8c8977361d629ca99c37a199d3b52b9abc134f1de624eb202f083a9"
+
+
+@pytest.fixture(scope="module")
+def made():
+    recipe = load_recipe(ROOT / "recipe" / "dspark-sm121.toml")
+    profile = load_profile(ROOT / "profiles" / "dspark-r0b0tlab-production.env")
+    return plan(profile, recipe, load_cluster(ROOT / "docs" / "cluster.example.toml"), mark="production")
+
+
+def log_of(made, rank):
+    """One line of each required marker's own examples, with an engine line on the head."""
+    wanted = [
+        marker.match[0]
+        for marker in made.recipe.markers
+        if marker.kind == "required" and not marker.name.endswith("breakable")
+    ]
+    engine = (
+        "(EngineCore pid=1) INFO 08-22 06:49:00 [core.py:116] Initializing a V1 LLM engine (v0.26.0) with config: model='/model', "
+        "compilation_config={'mode': <CompilationMode.NONE: 0>, 'cudagraph_mode': <CUDAGraphMode.FULL_DECODE_ONLY: (2, 0)>, "
+        "'cudagraph_implementation': 'regular', 'cudagraph_strict': True}"
+    )
+    return "\n".join([*([engine] if rank == 0 else []), *wanted]) + "\n"
+
+
+def good_rank(made, number):
+    spec = made.specs[number]
+    facts = RankFacts(
+        rank_id=f"id{number}",
+        image_id=IMAGE,
+        path=spec.argv[0],
+        args=spec.argv[1:],
+        environment=tuple(f"{key}={value}" for key, value in spec.env),
+        mounts=tuple({"Destination": m.target, "RW": not m.read_only} for m in spec.mounts),
+        labels={},
+        restart_policy="no",
+        restart_count=0,
+        started_at="t",
+    )
+    image = ImageFacts("i", IMAGE, "config", "arm64", dict(made.recipe.labels))
+    return Rank(number, spec.host, facts, image, log_of(made, number), MANIFEST)
+
+
+@pytest.fixture
+def ranks(made):
+    return [good_rank(made, 0), good_rank(made, 1)]
+
+
+@pytest.fixture
+def api(made):
+    answers = {
+        c.name: {"ok": True, "answered": True, "text": "x", "finish_reason": "stop", "message": ""}
+        for c in made.recipe.canaries
+    }
+    return Api(["deepseek-v4-flash-dspark"], 327680, "0.26.0+dspark.sm121.3", answers)
+
+
+def verdicts(made, ranks, api):
+    return {name: str(verdict.status) for name, verdict in examine(made, ranks, api).verdicts.items()}
+
+
+def test_a_good_pair_passes_everything(made, ranks, api):
+    report = examine(made, ranks, api)
+    assert set(verdicts(made, ranks, api).values()) == {"PASS"}, report.first_failure
+    file = as_file(made, ranks, api, report)
+    assert (file["schema_version"], file["status"], file["errors"]) == (3, "PASS", [])
+    head = file["evidence"]["runtime_identity"]["head"]
+    assert head["optimization_level"] == "2"
+    assert head["dsv4_multi_stream_pid1_entries"] == ["VLLM_DSV4_ENABLE_MULTI_STREAM=0"]
+    assert head["runtime_audit_manifest_read_only"] is True
+
+
+def facts(rank, **changes):
+    return dataclasses.replace(rank, facts=dataclasses.replace(rank.facts, **changes))
+
+
+def image(rank, **changes):
+    return dataclasses.replace(rank, image=dataclasses.replace(rank.image, **changes))
+
+
+def swapped(argv, old, new):
+    return tuple(new if token == old else token for token in argv)
+
+
+def without_env(rank, key):
+    return tuple(entry for entry in rank.facts.environment if not entry.startswith(f"{key}="))
+
+
+MUTATIONS = {
+    "another image": (lambda r: image(facts(r, image_id="sha256:81aa"), image_id="sha256:81aa"), "image"),
+    "another kind of id": (lambda r: image(r, id_kind="manifest"), "image"),
+    "architecture": (lambda r: image(r, architecture="amd64"), "image"),
+    "runs another image than looked at": (lambda r: facts(r, image_id="sha256:81aa"), "image"),
+    "a label": (lambda r: image(r, labels={**r.image.labels, "io.r0b0tlab.speculative.tokens": "5"}), "labels"),
+    "a flag": (lambda r: facts(r, args=swapped(r.facts.args, "327680", "131072")), "argv"),
+    "a doubled flag": (lambda r: facts(r, args=(*r.facts.args, "--max-num-seqs", "16")), "argv"),
+    "no command line": (lambda r: facts(r, path="sleep", args=("9",)), "argv"),
+    "an environment value": (
+        lambda r: facts(r, environment=(*without_env(r, "NCCL_NET"), "NCCL_NET=Socket")),
+        "environment",
+    ),
+    "an environment key twice": (lambda r: facts(r, environment=(*r.facts.environment, "NCCL_NET=IB")), "environment"),
+    "a forbidden variable": (
+        lambda r: facts(r, environment=(*r.facts.environment, "VLLM_USE_BREAKABLE_CUDAGRAPH=0")),
+        "environment",
+    ),
+    "an undeclared variable": (lambda r: facts(r, environment=(*r.facts.environment, "OMP_NUM_THREADS=1")), "symmetry"),
+    "a restart": (lambda r: facts(r, restart_count=1), "restarts"),
+    "a restart policy": (lambda r: facts(r, restart_policy="unless-stopped"), "restarts"),
+    "a writable manifest": (
+        lambda r: facts(r, mounts=tuple({**m, "RW": True} for m in r.facts.mounts)),
+        "mounts",
+    ),
+    "a mount twice": (lambda r: facts(r, mounts=(*r.facts.mounts, r.facts.mounts[-1])), "mounts"),
+    "another manifest": (lambda r: dataclasses.replace(r, manifest_sha256="0" * 64), "mounts"),
+    "an unreadable manifest": (lambda r: dataclasses.replace(r, manifest_sha256=None), "mounts"),
+    "not strict": (
+        lambda r: dataclasses.replace(r, log_text=r.log_text.replace("strict=true", "strict=false")),
+        "markers",
+    ),
+    "no replay": (
+        lambda r: dataclasses.replace(r, log_text="\n".join(x for x in r.log_text.splitlines() if "REPLAY" not in x)),
+        "markers",
+    ),
+    "an empty log": (lambda r: dataclasses.replace(r, log_text=""), "markers"),
+    "marlin": (
+        lambda r: dataclasses.replace(r, log_text=r.log_text + "Using 'MARLIN' Mxfp4 MoE backend\n"),
+        "forbidden",
+    ),
+    "an unknown variable": (
+        lambda r: dataclasses.replace(r, log_text=r.log_text + "Unknown vLLM environment variable detected: VLLM_X\n"),
+        "forbidden",
+    ),
+    "compilation on the command line": (
+        lambda r: facts(r, args=tuple(t.replace('"mode":0', '"mode":3') for t in r.facts.args)),
+        "compilation",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_one_mutation_on_one_rank_is_seen_by_its_requirement(made, ranks, api, name, number):
+    change, requirement = MUTATIONS[name]
+    ranks[number] = change(ranks[number])
+    assert verdicts(made, ranks, api)[requirement] == "ERROR"
+    assert as_file(made, ranks, api, examine(made, ranks, api))["status"] == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("change", "requirement", "status"),
+    [
+        ({"model_ids": ["other"]}, "model", "ERROR"),
+        ({"model_ids": ["deepseek-v4-flash-dspark", "other"]}, "model", "ERROR"),
+        ({"max_model_len": None}, "model", "ERROR"),
+        ({"max_model_len": 131072}, "model", "ERROR"),
+        ({"version": "0.26.0"}, "model", "ERROR"),
+        ({"canaries": {}}, "canaries", "ERROR"),
+    ],
+)
+def test_what_the_api_says_is_compared(made, ranks, api, change, requirement, status):
+    assert verdicts(made, ranks, dataclasses.replace(api, **change))[requirement] == status
+
+
+def test_a_wrong_canary_is_the_model_and_an_unanswered_one_is_not(made, ranks, api):
+    name = made.recipe.canaries[0].name
+    wrong = {
+        **api.canaries,
+        name: {"ok": False, "answered": True, "text": "132", "finish_reason": "stop", "message": "it said 132"},
+    }
+    report = examine(made, ranks, dataclasses.replace(api, canaries=wrong))
+    assert (str(report.verdicts["canaries"].status), "it said 132" in report.verdicts["canaries"].message) == (
+        "FAIL",
+        True,
+    )
+    dead = {
+        **api.canaries,
+        name: {"ok": False, "answered": False, "text": "", "finish_reason": None, "message": "SERVER_LOST"},
+    }
+    assert verdicts(made, ranks, dataclasses.replace(api, canaries=dead))["canaries"] == "ERROR"
+
+
+def test_the_engines_own_configuration_beats_the_command_line(made, ranks, api):
+    text = ranks[0].log_text.replace("<CompilationMode.NONE: 0>", "<CompilationMode.VLLM_COMPILE: 3>")
+    ranks[0] = dataclasses.replace(ranks[0], log_text=text)
+    assert verdicts(made, ranks, api)["compilation"] == "ERROR"
+
+
+def test_no_engine_line_on_any_rank_is_an_error(made, ranks, api):
+    lines = [line for line in ranks[0].log_text.splitlines() if "Initializing" not in line]
+    ranks[0] = dataclasses.replace(ranks[0], log_text="\n".join(lines))
+    assert verdicts(made, ranks, api)["compilation"] == "ERROR"
+
+
+def test_nccl_without_info_is_not_observable_and_said(made, ranks, api):
+    """The fabric marker cannot be printed; that is said, and the environment requirement fails for the change itself."""
+    for number, rank in enumerate(ranks):
+        env = (*without_env(rank, "NCCL_DEBUG"), "NCCL_DEBUG=WARN")
+        lines = [line for line in rank.log_text.splitlines() if "NCCL INFO" not in line]
+        ranks[number] = dataclasses.replace(facts(rank, environment=env), log_text="\n".join(lines))
+    report = examine(made, ranks, api)
+    assert any("fabric on rank 1" in reason for reason in report.findings["markers"].data["not_observable"])
+    assert str(report.verdicts["environment"].status) == "ERROR"
+
+
+def test_requirements_without_any_comparison_are_never_a_pass(made, ranks, api):
+    processes = [dataclasses.replace(rank, process=True) for rank in ranks]
+    assert verdicts(made, processes, api)["mounts"] == "NOT_IMPLEMENTED"
+
+
+def test_relations():
+    def row(relation, expected, found):
+        return {"relation": relation, "expected": expected, "found": found}
+
+    assert not hold(row("equal", None, None)), "nothing expected is never equal"
+    assert not hold(row("approximately", 1, 1))
+    assert hold(row("superset", {"a": 1}, {"a": 1, "b": 2}))
+    assert not hold(row("superset", {"a": 1}, {"b": 2}))
+    assert not hold(row("superset", {"a": 1}, None))
+
+
+def test_a_stored_gate_is_judged_again_from_json(made, ranks, api):
+    report = examine(made, ranks, api)
+    stored = json.loads(json.dumps({name: dict(f.data) for name, f in report.findings.items()}))
+    assert all(all(hold(c) for c in data["comparisons"]) for data in stored.values())
+
+
+SCRIPT = "set -eu\nexec vllm serve /model \\\n  --port 8888 \\\n  --speculative-config '{\"a\":1}' --headless\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "args"),
+    [
+        ("/usr/local/bin/dspark-entrypoint.sh", ["bash", "-lc", SCRIPT]),
+        ("bash", ["-lc", SCRIPT]),
+        ("vllm", ["serve", "/model", "--port", "8888", "--speculative-config", '{"a":1}', "--headless"]),
+        (
+            "bash",
+            [
+                "-lc",
+                'exec vllm serve "$@"',
+                "bash",
+                "/model",
+                "--port",
+                "8888",
+                "--speculative-config",
+                '{"a":1}',
+                "--headless",
+            ],
+        ),
+    ],
+)
+def test_both_forms_of_a_command_line(path, args):
+    found = serve_argv(path, args)
+    assert found == ("serve", "/model", "--port", "8888", "--speculative-config", '{"a":1}', "--headless")
+    assert without_rank(found) == ("serve", "/model", "--speculative-config", '{"a":1}')
+
+
+def test_no_command_line_is_empty():
+    assert serve_argv("bash", ["-lc", "echo 'unclosed"]) == ()
+    assert serve_argv("sleep", ["9"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("calls", "wanted", "ok"),
+    [
+        ([("w", '{"city": "Paris"}')], {"city": "Paris"}, True),
+        ([("w", '{"city": "Paris", "unit": "C"}')], {"city": "Paris"}, True),
+        ([("w", '{"city": "Par')], {"city": "Paris"}, False),
+        ([("w", '"Paris"')], {"city": "Paris"}, False),
+        ([("w", '"Paris"')], "Paris", True),
+        ([("w", '{"city": "Paris"}')] * 2, {"city": "Paris"}, False),
+        ([("x", '{"city": "Paris"}')], {"city": "Paris"}, False),
+        ([], {"city": "Paris"}, False),
+    ],
+)
+def test_tool_calls(calls, wanted, ok):
+    assert judge_tool(calls, "w", wanted)[0] is ok
