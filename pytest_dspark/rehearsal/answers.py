@@ -63,6 +63,13 @@ def question_of(text: str) -> str:
     return user.strip()[-QUESTION_CHARACTERS:]
 
 
+def asking(question: str) -> str:
+    """The last sentence with a question mark and all after it; without one, the last two sentences."""
+    parts = re.split(r"(?<=[.!?。？])\s+|\n+", question)
+    marked = [at for at, part in enumerate(parts) if part.endswith(("?", "？"))]
+    return " ".join(parts[marked[-1] if marked else -2 :])
+
+
 def plan(asked: Asked, faults: Faults, *, garbled: bool) -> Plan:
     """The whole answer, with the model's faults in it."""
     calls = tools.called(asked.tools, asked.tool_choice, asked.question)
@@ -98,9 +105,12 @@ def _short_answer(asked: Asked) -> str:
         return exact.group(1) or exact.group(2)
     if re.search(r"\bJSON\b", question, re.IGNORECASE) and (tools.literal(question) or tools.pairs(question)):
         return tools.literal(question) or json.dumps(tools.pairs(question))
-    if retrieval.KEYWORD.search(question):
-        return retrieval.answer(asked.text, question) or "I could not find that in the text."
-    return _known(question)
+    wish = asking(question)
+    if retrieval.KEYWORD.search(wish):
+        found = retrieval.answer(asked.text, wish)
+        if found or re.search(r"\b(what|which|find|recall|retrieve)\b", wish, re.IGNORECASE):
+            return found or "I could not find that in the text."
+    return _known(wish) or _known(question)
 
 
 def _known(question: str) -> str:

@@ -154,7 +154,10 @@ class Api:
     async def _generate(self, body: Body, reply: Reply, *, chat: bool) -> None:
         if self._engine.dead:
             raise Refused(DEAD, 500, "InternalServerError")
-        job = await asyncio.to_thread(self._intake.job, body, chat=chat, gone=reply.gone)
+        try:
+            job = await asyncio.to_thread(self._intake.job, body, chat=chat, gone=reply.gone)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            raise Refused(f"1 validation error: {error!r}") from error
         if "api_only" in self._faults:
             await _never(reply)
             return

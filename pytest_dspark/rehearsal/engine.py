@@ -103,10 +103,11 @@ class Engine:
 
     def _begin(self, sequence: Sequence) -> None:
         numbers = self.numbers
-        sequence.cached = sequence.computed = self._cache.hits(sequence.ids)
-        numbers.prefix_queries += sequence.prompt_tokens
-        numbers.prefix_hits += sequence.cached
+        sequence.computed = self._cache.hits(sequence.ids)
         if not sequence.scheduled:
+            sequence.cached = sequence.computed
+            numbers.prefix_queries += sequence.prompt_tokens
+            numbers.prefix_hits += sequence.cached
             sequence.scheduled = time.monotonic()
             numbers.observe("request_queue_time_seconds", sequence.scheduled - sequence.arrived)
 

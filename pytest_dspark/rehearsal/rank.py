@@ -270,10 +270,11 @@ class Rank:
 
 def main() -> int:
     try:
-        return asyncio.run(Rank(sys.argv[1:]).run())
+        rank = Rank(sys.argv[1:])
     except ValueError as error:
         print(f"rank.py: error: {error}", file=sys.stderr)
         return 2
+    return asyncio.run(rank.run())
 
 
 if __name__ == "__main__":
