@@ -24,9 +24,10 @@ import socket
 import ssl
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, SupportsIndex
 from urllib.parse import urlsplit
@@ -52,6 +53,7 @@ PACKET = 1 << 16
 EXCERPT = 500
 ARRIVAL = getattr(socket, "SO_TIMESTAMPNS", 35) if sys.platform == "linux" else 0  # the option and its note's type
 NOTE = struct.Struct("@qq")  # seconds, nanoseconds
+TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ class Endpoint:
         proxy: str = "",
     ) -> None:
         self._root = checked_url(base_url)
-        self._model, self._alive, self._clock, self._key = model, alive, clock, api_key
+        self._model, self._engine_alive, self._clock, self._key = model, alive, clock, api_key
+        self._closed = threading.Event()
         self._deadline_s, self._stall_s = deadline_s, stall_s
         self._proxies = {"http": proxy, "https": proxy} if proxy else {}
         self._headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "pytest-dspark"}
@@ -192,7 +195,13 @@ class Endpoint:
         return self._model
 
     def close(self) -> None:
-        """Nothing is kept open between requests."""
+        """End what is still in flight, in whatever thread, within a second. Nothing is kept open between requests."""
+        self._closed.set()
+
+    def _alive(self) -> None:
+        if self._closed.is_set():
+            raise EndpointError("CANCELLED", f"{self._root}: the request was given up")
+        self._engine_alive()
 
     # --- what the server says of itself
 
@@ -505,18 +514,25 @@ class _Wire(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, watch: _Watch) -> None:
         super().__init__()
-        sock.setblocking(False)
         self._sock, self._watch = sock, watch
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._noted = bool(ARRIVAL) and self._tls is None and watch.clock is time.monotonic
         if self._noted:
             sock.setsockopt(socket.SOL_SOCKET, ARRIVAL, 1)
-        self._read, self._write = select.poll(), select.poll()
-        self._read.register(sock, select.POLLIN)
-        self._write.register(sock, select.POLLOUT)
+        sock.setblocking(self._tls is None)
+        self._sleep = 0.0
+        self._sleep_at_most(TICK_S)
         self._empty = watch.begin
         self.reader = io.BufferedReader(self, PACKET)
         watch.wire = self
+
+    def _sleep_at_most(self, seconds: float) -> None:
+        """The kernel's limit of one blocking call: one call a packet, where a poll before it would make two."""
+        if self._tls is None and seconds != self._sleep:
+            self._sleep = seconds
+            limit = TIMEVAL.pack(int(seconds), max(1000, int(seconds % 1 * 1e6)))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     # what http.client and urllib3 ask of a socket
 
@@ -544,10 +560,9 @@ class _Wire(io.RawIOBase):
         if watch.first_byte == watch.begin:
             watch.first_byte = watch.clock()
         while view:
-            try:
+            self._look(select.POLLOUT)
+            with suppress(BlockingIOError, ssl.SSLWantWriteError):
                 view = view[self._sock.send(view) :]
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                self._write.poll(watch.look() * 1000)
         watch.sent = watch.clock()
 
     # what BufferedReader asks of a raw file
@@ -557,18 +572,18 @@ class _Wire(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while True:
-            self._wait()
-            try:
+            self._look(select.POLLIN)
+            with suppress(BlockingIOError, ssl.SSLWantReadError):
                 return self._receive(buffer)
-            except (BlockingIOError, ssl.SSLWantReadError):
-                pass
 
-    def _wait(self) -> None:
+    def _look(self, what: int) -> None:
+        """A look at the deadlines; TLS does not bear the kernel's limit and is polled."""
         left = self._watch.look()
-        if self._tls is not None and self._tls.pending():
-            return
-        while not self._read.poll(math.ceil(left * 1000)):
-            left = self._watch.look()
+        self._sleep_at_most(left)
+        if self._tls is not None and not self._tls.pending():
+            poll = select.poll()
+            poll.register(self._tls, what)
+            poll.poll(left * 1000)
 
     def _receive(self, buffer: Any) -> int:
         notes: list[tuple[int, int, bytes]] = []
@@ -741,7 +756,7 @@ class Framing:
         """A chunk's size line; the line end after a chunk is an empty one."""
         if not line:
             return
-        if not line.isalnum():
+        if not line.isalnum() or b"x" in line.lower():
             raise RequestError("PROTOCOL", f"expected the size of a chunk, found {_short(line)}")
         try:
             self._left = int(line, 16)

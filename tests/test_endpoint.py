@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import socket
 import threading
 import time
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 from scripted import CHUNKED, HOLD, RESET, SSE, Scripted, chunk, delta, event, usage, whole
 
 from pytest_dspark import timing as T
-from pytest_dspark.endpoint import Endpoint, RequestError, StreamReader
+from pytest_dspark.endpoint import ARRIVAL, NOTE, Endpoint, Framing, RequestError, StreamReader, arrival
 from pytest_dspark.errors import ConfigError, EndpointError, LaunchError
 
 DONE = b"data: [DONE]\n\n"
@@ -62,9 +63,9 @@ GOOD = {
     "clean": (CLEAN + TAIL, HELLO),
     "crlf": ([(at, data.replace(b"\n", b"\r\n")) for at, data in CLEAN + TAIL], HELLO),
     "cr": ([(at, data.replace(b"\n", b"\r")) for at, data in CLEAN + TAIL], HELLO),
-    "S01 null error": (CLEAN + [(2.0, event(error=None, choices=[]))] + TAIL, HELLO),
-    "S01 empty error": (CLEAN + [(2.0, event(error="", choices=[]))] + TAIL, HELLO),
-    "S01 error object of nulls": (CLEAN + [(2.0, event(error={"message": None}, choices=[]))] + TAIL, HELLO),
+    "S01 null error": ([*CLEAN, (2.0, event(error=None, choices=[])), *TAIL], HELLO),
+    "S01 empty error": ([*CLEAN, (2.0, event(error="", choices=[])), *TAIL], HELLO),
+    "S01 error object of nulls": ([*CLEAN, (2.0, event(error={"message": None}, choices=[])), *TAIL], HELLO),
     "S02c no done": ([*CLEAN, (3.0, usage(2))], HELLO | {"done": False}),
     "S02c no usage, no done": (CLEAN, HELLO | {"done": False, "tokens": None}),
     "S02d after done": (CLEAN + TAIL + [(4.0, ENGINE_DIED + b"data: {{{\n\n")], HELLO),
@@ -395,14 +396,14 @@ def test_pings_meet_the_overall_deadline():
     """CASES S03: a read time-out per packet would never end this."""
     error, _ = failure(*pings(3), deadline_s=0.4)
     assert (error.code, error.partial) == ("DEADLINE", "Hel")
-    assert 0.4 <= error.elapsed_s < 0.8
+    assert 0.4 <= error.elapsed_s < 1.5
 
 
 @pytest.mark.parametrize("filler", [b": ping\n\n", b"data:\n\n", ROLE, event(choices=[]), usage(1), b"x"])
 def test_only_generated_things_are_progress(filler):
     error, _ = failure(SSE, CLEAN[1][1], *[0.05, filler] * 40, stall_s=0.3)
     assert (error.code, error.partial) == ("STALLED", "Hel")
-    assert 0.3 <= error.elapsed_s < 0.8
+    assert 0.3 <= error.elapsed_s < 1.5
 
 
 def test_tokens_keep_a_stream_alive_past_the_stall_limit():
@@ -416,7 +417,7 @@ def test_tokens_keep_a_stream_alive_past_the_stall_limit():
 def test_a_server_that_says_nothing_meets_the_deadline(script, stream):
     error, server = failure(*script, stream=stream, deadline_s=0.3)
     assert error.code == "DEADLINE"
-    assert 0.3 <= error.elapsed_s < 0.8
+    assert 0.3 <= error.elapsed_s < 1.5
     assert server.gone.wait(2) or HOLD not in script
     assert len(server.requests) == 1
 
@@ -424,7 +425,7 @@ def test_a_server_that_says_nothing_meets_the_deadline(script, stream):
 def test_a_flood_meets_the_deadline():
     error, _ = failure(SSE, *[b": ping\n\n" * 2000] * 20000, deadline_s=0.4)
     assert error.code == "DEADLINE"
-    assert error.elapsed_s < 1.0
+    assert error.elapsed_s < 1.5
 
 
 @pytest.mark.parametrize("script", [(HOLD,), (SSE, HOLD), pings(6)])
@@ -439,9 +440,9 @@ def test_a_dead_engine_ends_the_request_at_once(script):
     with Scripted(script) as server:
         begin = time.monotonic()
         with pytest.raises(LaunchError) as caught:
-            ask(server, alive=alive)
-        assert time.monotonic() - begin < 2.5
-        assert looks[1] - looks[0] < 1.0
+            ask(server, alive=alive, deadline_s=5)
+        assert time.monotonic() - begin < 4
+        assert looks[1] - looks[0] < 1.5
         assert server.gone.wait(2)
     assert caught.value.code == "RANK_EXITED"
 
@@ -637,6 +638,61 @@ def test_the_wall_clock_is_not_used(monkeypatch):
     assert all(gap > 0 for gap in timing.gaps)
 
 
+def note(age: float) -> list[tuple[int, int, bytes]]:
+    at = time.clock_gettime(time.CLOCK_REALTIME) - age
+    return [(socket.SOL_SOCKET, ARRIVAL, NOTE.pack(int(at), int(at % 1 * 1e9)))]
+
+
+@pytest.mark.skipif(not ARRIVAL, reason="only Linux tells the arrival of a packet")
+def test_an_arrival_is_the_packets_and_a_stepped_wall_clock_is_not_believed():
+    assert arrival(note(0.004), 100.0, 99.0) == pytest.approx(99.996, abs=0.002)
+    for age in (-3600.0, 3600.0, 1.5):
+        assert arrival(note(age), 100.0, 99.0) == 100.0
+    assert arrival([], 100.0, 99.0) == 100.0
+
+
+@pytest.mark.skipif(not ARRIVAL, reason="only Linux tells the arrival of a packet")
+def test_stamps_are_of_the_arrival_while_the_interpreter_is_busy():
+    """The thread that reads is kept from it for 60 ms after each packet came; the stamps do not move."""
+    steps = [step for _ in range(5) for step in (0.1, delta(content="a"))]
+    with Scripted((SSE, *steps, delta(finish_reason="stop"), usage(5), DONE)) as server:
+        timing = ask(server, on_event=lambda _: time.sleep(0.16)).timing
+    assert timing.first_token_s == pytest.approx(0.1, abs=0.05)
+    assert timing.last_token_s == pytest.approx(0.5, abs=0.12)
+
+
+FRAMED = {
+    "chunked": (
+        {"Transfer-Encoding": "chunked"},
+        b"3\r\nabc\r\nA;x=y\r\n0123456789\r\n1\n\n\n0\r\n\r\n",
+        b"abc0123456789\n",
+        False,
+    ),
+    "chunked, no end": ({"Transfer-Encoding": "chunked"}, b"3\r\nabc\r\n", b"abc", True),
+    "chunked, cut": ({"Transfer-Encoding": "chunked"}, b"3\r\nab", b"ab", True),
+    "length": ({"Content-Length": "3"}, b"abc", b"abc", False),
+    "length, cut": ({"Content-Length": "4"}, b"abc", b"abc", True),
+    "close": ({}, b"abc", b"abc", False),
+}
+
+
+@pytest.mark.parametrize(("headers", "data", "body", "short"), FRAMED.values(), ids=FRAMED)
+def test_framing_in_every_split(headers, data, body, short):
+    for places in [(), *((place,) for place in range(1, len(data))), range(1, len(data))]:
+        framing, parts = Framing(headers), []
+        for _, piece in [*cut([(0.0, data)], places), (0.0, b"")]:
+            if not framing.ended:
+                parts.append(framing.feed(piece))
+        assert (b"".join(parts), framing.short) == (body, short)
+
+
+@pytest.mark.parametrize("line", [b"xyz\r\n", b"-5\r\n", b"+5\r\n", b"0x5\r\n"])
+def test_a_chunk_without_a_size_is_no_http(line):
+    with pytest.raises(RequestError) as caught:
+        Framing({"Transfer-Encoding": "chunked"}).feed(line)
+    assert caught.value.code == "PROTOCOL"
+
+
 def test_events_are_live():
     seen = []
     with Scripted((SSE, delta(content="a"), 0.3, delta(content="b", finish_reason="stop"), usage(2), DONE)) as server:
@@ -759,8 +815,6 @@ def test_base_urls_that_are_refused(url):
 
 
 def test_an_ipv6_server():
-    import socket
-
     try:
         probe = socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError:
