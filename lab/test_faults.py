@@ -257,7 +257,7 @@ def test_a_signal_during_the_launch(tmp_path, started, number, workers, times):
 
 
 def test_ctrl_c_during_a_check(tmp_path, started):
-    session = Session(tmp_path, "-k", "launch or stream or arithmetic")
+    session = Session(tmp_path, "-k", "launch or test_stream or arithmetic")
     started.append(session)
     session.wait_for("engine proven and ready")
     time.sleep(5)
@@ -273,7 +273,7 @@ def test_ctrl_c_during_a_check(tmp_path, started):
 
 
 def test_rank_1_is_killed_in_a_stream(tmp_path, started):
-    session = Session(tmp_path, "-k", "launch or stream or arithmetic or json")
+    session = Session(tmp_path, "-k", "launch or test_stream or arithmetic or json")
     started.append(session)
     session.wait_for("engine proven and ready")
     time.sleep(4)

@@ -52,6 +52,7 @@ REMEDIES: Final[dict[str, str]] = {
     "CAPACITY": "the prompt cannot fit what the engine holds; nothing was sent",
     "CAPACITY_STALL": "the prompt was accepted and never scheduled; it is larger than the pool",
     "FOREIGN_TRAFFIC": "keep other clients off the engine while it is measured",
+    "CACHE_WARM": "timed prompts must be new to the server; look for another client or a shared prefix",
     # after
     "BLOCKED": "see the first cause",
     "NOT_IMPLEMENTED": "install what the lane needs",
@@ -60,6 +61,7 @@ REMEDIES: Final[dict[str, str]] = {
     # verdicts of the model or the engine
     "WRONG_ANSWER": "read the stored answer",
     "NO_ANSWER": "read the stored answer",
+    "LIMIT_EXCEEDED": "a limit that the recipe states was not kept; read the row",
     "TOKEN_LIMIT": "raise the budget of the check, or switch thinking off",
 }
 

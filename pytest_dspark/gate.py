@@ -682,7 +682,7 @@ def _presence(argv: Sequence[str]) -> dict[str, Any]:
     """Flags of the command line that the original file lists with their values."""
     values = dict(itertools.pairwise(argv))
     names = {"optimization_level": "--optimization-level", "performance_mode": "--performance-mode"}
-    found = {name: values.get(flag) for name, flag in names.items()}
+    found: dict[str, Any] = {name: values.get(flag) for name, flag in names.items()}
     found |= {f"{name}_present": flag in argv for name, flag in names.items()}
     return found | {"compilation_config_present": "--compilation-config" in argv}
 

@@ -422,7 +422,7 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         state.run,
         case,
         resolve(case.check),
-        state.recipe.checks.get(case.lane, {}),
+        state.settings(case),
         on_engine=lambda: _arm_timeout(node),
     )
     node.stash[ROW_WRITTEN] = True

@@ -18,7 +18,9 @@ from pytest_dspark.errors import BlockedError, DsparkError
 from pytest_dspark.stage import Stage
 from pytest_dspark.verdict import Finding
 
-CALLS = frozenset({"expect", "acquire", "alive", "diagnose", "launch_finding", "gate_finding", "teardown_finding"})
+CALLS = frozenset(
+    {"expect", "acquire", "enter", "leave", "alive", "diagnose", "launch_finding", "gate_finding", "teardown_finding"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,19 @@ class StageServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        while True:
-            try:
+        """Answer one worker's requests; what it holds when it goes away (a crash) is given back."""
+        held: list[bool] = []
+        try:
+            while True:
                 name, args, keywords = connection.recv()
+                if name == "enter":
+                    held.append(args[1])
                 connection.send(self._answer(name, args, keywords))
-            except (EOFError, OSError):
-                return
+                if name == "leave":
+                    held.remove(args[0])
+        except (EOFError, OSError):
+            for exclusive in held:
+                self._stage.leave(exclusive)
 
     def _answer(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[bool, Any]:
         if name not in CALLS:
@@ -103,6 +112,12 @@ class RemoteStage:
     def acquire(self, mark: str) -> dict[str, Any]:
         result: dict[str, Any] = self._call("acquire", mark, patient=True)
         return result
+
+    def enter(self, mark: str, exclusive: bool) -> None:
+        self._call("enter", mark, exclusive)
+
+    def leave(self, exclusive: bool) -> None:
+        self._call("leave", exclusive)
 
     def alive(self, mark: str) -> None:
         self._call("alive", mark)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pytest_dspark.checks import Check
@@ -50,14 +51,17 @@ def _measure(
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     place = stage.acquire(case.profile)
-    on_engine()
-    endpoint = Endpoint(
-        place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: stage.alive(case.profile)
-    )
+    stage.enter(case.profile, check.exclusive)
     try:
-        return check.measure(endpoint, settings=settings)
+        on_engine()
+        alive = partial(stage.alive, case.profile)
+        endpoint = Endpoint(place["base_url"], place["model"], api_key=place["api_key"], alive=alive)
+        try:
+            return check.measure(endpoint, settings=settings)
+        finally:
+            endpoint.close()
     finally:
-        endpoint.close()
+        stage.leave(check.exclusive)
 
 
 def _cause(stage: Any, case: Case, check: Check, error: DsparkError) -> DsparkError:

@@ -75,6 +75,7 @@ class Stage:
         self._changed = threading.Condition()
         self.cases: dict[str, tuple[str, str]] = {}
         self._outstanding: dict[str, int] = {}
+        self._alone, self._together, self._waiting_alone = False, 0, 0
         self._cancelled = threading.Event()
         self._closed = False
         self._live: Session | None = None
@@ -109,6 +110,37 @@ class Stage:
         order = list(self._outstanding)
         for earlier in order[: order.index(mark)] if mark in order else ():
             self._wait_for_turn(earlier, 0)
+
+    # --- sharing
+
+    def enter(self, mark: str, exclusive: bool) -> None:
+        """Wait for the engine: alone for checks that time something, together for the others. Raises the first cause."""
+        with self._changed:
+            self._waiting_alone += exclusive
+            try:
+                self._changed.wait_for(lambda: self._cancelled.is_set() or self._free_for(exclusive))
+            finally:
+                self._waiting_alone -= exclusive
+            if exclusive:
+                self._alone = True
+            else:
+                self._together += 1
+        self.alive(mark)
+
+    def _free_for(self, exclusive: bool) -> bool:
+        """Whoever wants it alone goes before new sharers, so that sharers cannot keep it for ever."""
+        if self._alone:
+            return False
+        return self._together == 0 if exclusive else self._waiting_alone == 0
+
+    def leave(self, exclusive: bool) -> None:
+        """Give the engine back."""
+        with self._changed:
+            if exclusive:
+                self._alone = False
+            else:
+                self._together -= 1
+            self._changed.notify_all()
 
     # --- acquiring
 

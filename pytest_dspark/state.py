@@ -11,7 +11,7 @@ from typing import Any
 from pytest_dspark import setup
 from pytest_dspark.cluster import Host, HostEntry
 from pytest_dspark.errors import DsparkError
-from pytest_dspark.evidence import RunFolder, default_root, new_run
+from pytest_dspark.evidence import Case, RunFolder, default_root, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
 from pytest_dspark.plan import Plan, secret_values
@@ -35,6 +35,11 @@ class State:
     server: StageServer | None = None
     interrupted: bool = False
     ending: bool = False
+
+    def settings(self, case: Case) -> dict[str, Any]:
+        """What the recipe says for the lane of a check, and the profile's knobs under `knobs`."""
+        knobs = dict(self.plans[case.profile].settings.values)
+        return {**self.recipe.checks.get(case.lane, {}), "knobs": knobs}
 
     def interrupt(self, name: str) -> bool:
         """A signal came. True: begin to stop now. False: it is stopping already, and only says so."""
@@ -132,6 +137,12 @@ class ForeignStage:
     def acquire(self, mark: str) -> dict[str, Any]:
         plan = self._plans[mark]
         return {"base_url": plan.base_url, "model": plan.served_model, "api_key": os.environ.get("DSPARK_API_KEY", "")}
+
+    def enter(self, mark: str, exclusive: bool) -> None:
+        """Nobody can say who else asks it."""
+
+    def leave(self, exclusive: bool) -> None:
+        """Nothing was held."""
 
     def alive(self, mark: str) -> None:
         """Nobody watches it."""

@@ -369,7 +369,7 @@ def test_a_wrong_canary_is_the_models_failure(place, fault, verdict):
 def test_the_backstop_starts_when_the_engine_is_held_and_leaves_a_row(place):
     slow = {"REHEARSAL_TIME": "0.01"}
     place.env = (slow | {"REHEARSAL_FAULT": "hang_after_tokens=150"}, slow)
-    session = place.run("--timeout=4", "-k", "launch or stream or json or teardown")
+    session = place.run("--timeout=4", "-k", "launch or test_stream or json or one_stream or teardown")
     assert session.process.returncode == 1, session.text[-3000:]
     rows = {row["check"]: row for row in session.rows()}
     assert rows["launch"]["verdict"] == "PASS"
@@ -427,7 +427,7 @@ def test_signals(place, workers, number, times, moment):
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_rank_1_dies_in_a_stream(place, workers):
     place.env = ({"REHEARSAL_TIME": "0.001", "REHEARSAL_FAULT": "hang_after_tokens=150"}, {})
-    session = place.start("-n", workers, "-k", "launch or stream or json or tool or teardown")
+    session = place.start("-n", workers, "-k", "launch or test_stream or json or tool or teardown")
     session.wait_for("engine proven and ready")
     time.sleep(1.0)
     victim = next(pid for pid in place.living() if b"--headless" in Path(f"/proc/{pid}/cmdline").read_bytes())

@@ -18,11 +18,15 @@ from pytest_dspark.verdict import Finding, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. `source` is `endpoint` for what asks the engine, `stage` for what looks at its launch, gate or end."""
+    """One check. `source` is `endpoint` for what asks the engine, `stage` for what looks at its launch, gate or end.
+
+    `exclusive` checks time something and hold the engine alone; the others share it.
+    """
 
     measure: Callable[..., Finding]
     judge: Callable[[Finding, Mapping[str, Any]], Verdict]
     source: str = "endpoint"
+    exclusive: bool = False
 
 
 def resolve(check_id: str) -> Check:
