@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.metrics import Figure, Metrics, delta, restarted
 
 WATCH_S = 0.5
+LOOK_S = 0.2
 SETTLE_S = 5.0
 PROMPT_CLASSES: Mapping[str, str] = {
     "prose": "Tell a long story about a lighthouse and the people who kept it.",
@@ -58,7 +59,12 @@ def volley(endpoint: Endpoint, shape: Shape, concurrency: int, nonce: Callable[[
     barrier = threading.Barrier(concurrency)
     with watched(endpoint) as most, ThreadPoolExecutor(concurrency) as pool:
         try:
-            replies = list(pool.map(lambda prompt: _stream(endpoint, shape, prompt, barrier), given))
+            jobs = [pool.submit(_stream, endpoint, shape, prompt, barrier) for prompt in given]
+            # In short sleeps: a signal's handler runs only when the main thread wakes.
+            while (state := wait(jobs, timeout=LOOK_S, return_when=FIRST_EXCEPTION)).not_done:
+                for job in state.done:
+                    job.result()
+            replies = [job.result() for job in jobs]
         except BaseException:
             # A time-out or a signal in this thread, or one stream that failed: the others must not hold it up.
             barrier.abort()

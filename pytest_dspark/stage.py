@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from pytest_dspark.preflight import preflight
 from pytest_dspark.verdict import Finding
 
 WATCH_S = 0.5
+# The longest sleep of a thread that waits for another: the kernel may hand a signal to any thread, and Python's handler
+# runs only when the main thread wakes.
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ class Stage:
     def _wait_for_turn(self, mark: str, remaining: int) -> None:
         """Wait until at most `remaining` cases of the profile are unreported."""
         with self._changed:
-            self._changed.wait_for(lambda: self._cancelled.is_set() or self._outstanding.get(mark, 0) <= remaining)
+            while not (self._cancelled.is_set() or self._outstanding.get(mark, 0) <= remaining):
+                self._changed.wait(LOOK_S)
 
     def _wait_for_earlier(self, mark: str) -> None:
         """Profiles take turns in the order of collection: wait until every case of the earlier ones was reported."""
@@ -118,7 +122,8 @@ class Stage:
         with self._changed:
             self._waiting_alone += exclusive
             try:
-                self._changed.wait_for(lambda: self._cancelled.is_set() or self._free_for(exclusive))
+                while not (self._cancelled.is_set() or self._free_for(exclusive)):
+                    self._changed.wait(LOOK_S)
             finally:
                 self._waiting_alone -= exclusive
             if exclusive:
@@ -170,9 +175,8 @@ class Stage:
 
     def _thread_do(self, action: Callable[[], None]) -> None:
         """Run in the engine thread and wait; an interrupted waiter leaves the thread to `close`."""
-        if self._closed:
-            return
-        self._thread.submit(action).result()
+        if not self._closed:
+            _await(self._thread.submit(action))
 
     def _ensure(self, session: Session) -> None:
         if session.engine or session.error:
@@ -366,7 +370,7 @@ class Stage:
             return
         if interrupted:
             self.cancel()
-        self._thread.submit(self._end, interrupted).result()
+        _await(self._thread.submit(self._end, interrupted))
         self._closed = True
         self._watch_stop.set()
         self._thread.shutdown(wait=True)
@@ -398,6 +402,13 @@ class Stage:
             }
             for mark, s in self._sessions.items()
         }
+
+
+def _await(job: Future[None]) -> None:
+    """Wait for a job in short sleeps; raises what it raised."""
+    while not wait([job], timeout=LOOK_S).done:
+        pass
+    job.result()
 
 
 class Phase:
