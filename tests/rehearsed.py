@@ -63,7 +63,9 @@ class Place:
         path.write_text("\n".join(lines) + "\n")
         return path
 
-    def start(self, *args: str, mark: str = "production") -> Session:
+    def start(self, *args: str, mark: str = "production", timed: bool = False) -> Session:
+        """Start pytest on this cluster; the timed lanes take seconds and run only where a test is about them."""
+        mark = mark if timed else f"({mark}) and not concurrency and not performance"
         command = [
             sys.executable,
             "-m",
@@ -82,8 +84,8 @@ class Place:
             )
         return Session(self, process, log)
 
-    def run(self, *args: str, mark: str = "production") -> Session:
-        session = self.start(*args, mark=mark)
+    def run(self, *args: str, mark: str = "production", timed: bool = False) -> Session:
+        session = self.start(*args, mark=mark, timed=timed)
         session.end()
         return session
 

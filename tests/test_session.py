@@ -57,7 +57,7 @@ def assert_refused(session, words, *, code=1):
 
 
 def test_production_leaves_rows_reports_gate_and_logs(place):
-    session = place.run()
+    session = place.run(timed=True)
     assert session.process.returncode == 0, session.text[-3000:]
     verdicts = session.verdicts()
     assert verdicts.pop("gate.mounts") == "NOT_IMPLEMENTED"
@@ -104,7 +104,10 @@ def test_two_profiles_are_launched_in_order_with_a_gate_each(place):
 
 
 def test_four_workers_make_the_same_rows_with_one_launch_a_profile(place):
-    alone, four = place.run(mark="long1m or production"), place.run("-n", "4", mark="long1m or production")
+    alone, four = (
+        place.run(mark="long1m or production", timed=True),
+        place.run("-n", "4", mark="long1m or production", timed=True),
+    )
     assert four.process.returncode == 0, four.text[-3000:]
     for profile in ("long1m", "production"):
         assert alone.verdicts(profile) == four.verdicts(profile)
@@ -369,7 +372,7 @@ def test_a_wrong_canary_is_the_models_failure(place, fault, verdict):
 def test_the_backstop_starts_when_the_engine_is_held_and_leaves_a_row(place):
     slow = {"REHEARSAL_TIME": "0.01"}
     place.env = (slow | {"REHEARSAL_FAULT": "hang_after_tokens=150"}, slow)
-    session = place.run("--timeout=4", "-k", "launch or test_stream or json or one_stream or teardown")
+    session = place.run("--timeout=4", "-k", "launch or test_stream or json or one_stream or teardown", timed=True)
     assert session.process.returncode == 1, session.text[-3000:]
     rows = {row["check"]: row for row in session.rows()}
     assert rows["launch"]["verdict"] == "PASS"
