@@ -49,23 +49,12 @@ def outcome(
     once makes it not accepted.
     """
     rows = list(rows)
-    verdicts: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        verdicts.setdefault((row["profile"], row["check"]), []).append(row["verdict"])
     missing = [
         (mark, check) for mark, checks in required.items() for check in checks if check not in selected.get(mark, ())
     ]
-    unmet = [
-        f"{mark}: {check} is {' and '.join(verdicts.get((mark, check), ['missing']))}"
-        for mark, checks in required.items()
-        for check in checks
-        if (mark, check) not in missing and set(verdicts.get((mark, check), [])) != {"PASS"}
-    ]
-    reasons = [
-        *unmet,
-        *_no_requirement(required),
-        *(f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD),
-    ]
+    unmet = _unmet(rows, required, missing)
+    bad = [f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD]
+    reasons = [*unmet, *_no_requirement(required), *bad]
     met = not unmet and not missing and bool(required) and all(required.values()) and not interrupted
     subset = bool(missing)
     accepted = None if rehearsal or subset or foreign else met
@@ -78,6 +67,18 @@ def outcome(
         reasons=tuple(dict.fromkeys([*notes, *reasons, *against_publishing])),
         counts=dict(Counter(row["verdict"] for row in rows)),
     )
+
+
+def _unmet(
+    rows: Iterable[Mapping[str, Any]], required: Mapping[str, Sequence[str]], missing: Sequence[tuple[str, str]]
+) -> list[str]:
+    """Required checks that were selected and are not PASS, once and only."""
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        verdicts.setdefault((row["profile"], row["check"]), []).append(row["verdict"])
+    wanted = [(mark, check) for mark, checks in required.items() for check in checks if (mark, check) not in missing]
+    found = {key: verdicts.get(key, ["missing"]) for key in wanted}
+    return [f"{mark}: {check} is {' and '.join(said)}" for (mark, check), said in found.items() if said != ["PASS"]]
 
 
 def _no_requirement(required: Mapping[str, Sequence[str]]) -> list[str]:

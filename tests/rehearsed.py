@@ -14,7 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUNDLE = ROOT / "pytest_dspark" / "rehearsal"
-LAST_MARK = "production"
 
 
 def free_port() -> int:
