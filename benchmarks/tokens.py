@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -154,9 +153,11 @@ class Other:
         return self.whole.encode(text, add_special_tokens=False).ids
 
 
-def differences(texts: Iterator[str], ours: Tokenizer, other: Other, size: int, until: float) -> tuple[int, int, int]:
-    """Texts compared, differences, and tokens; stops at the time `until`."""
-    seen = wrong = tokens = 0
+def differences(
+    texts: Iterator[str], ours: Tokenizer, other: Other, size: int, until: float
+) -> tuple[int, int, int, int]:
+    """Texts compared, differences, tokens and bytes; stops at the time `until`."""
+    seen = wrong = tokens = size_read = 0
     for batch in batches(texts, size):
         for place, (text, theirs) in enumerate(zip(batch, other.ids(batch), strict=True)):
             mine = ours.encode(text)
@@ -166,9 +167,10 @@ def differences(texts: Iterator[str], ours: Tokenizer, other: Other, size: int, 
             if not same:
                 print(f"  DIFFERENT {text[:200]!r}")
             seen, wrong, tokens = seen + 1, wrong + (not same), tokens + len(mine)
+            size_read += len(text.encode())
         if time.monotonic() > until:
             break
-    return seen, wrong, tokens
+    return seen, wrong, tokens, size_read
 
 
 def compare(path: Path, options: argparse.Namespace, cache: Path) -> int:
@@ -179,9 +181,9 @@ def compare(path: Path, options: argparse.Namespace, cache: Path) -> int:
     failed = 0
     for name, texts, size in jobs:
         start = time.monotonic()
-        seen, wrong, tokens = differences(texts, ours, other, size, start + options.seconds)
+        seen, wrong, tokens, read = differences(texts, ours, other, size, start + options.seconds)
         print(
-            f"  {name}: {seen:,} compared, {tokens:,} tokens, {wrong} differences, {time.monotonic() - start:.1f} s",
+            f"  {name}: {seen:,} compared, {read / 1e6:.1f} MB, {tokens:,} tokens, {wrong} differences, {time.monotonic() - start:.1f} s",
             flush=True,
         )
         failed += wrong
@@ -200,8 +202,9 @@ def prose(ours: Tokenizer, tokens: int) -> str:
 
 
 def resident() -> float:
-    """Peak resident memory of this process in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    """Peak resident memory of this process in MB; getrusage would count the parent's, too."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def load(path: Path, cache: Path, text: str) -> int:

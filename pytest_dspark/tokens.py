@@ -31,6 +31,8 @@ from pytest_dspark.errors import ConfigError
 
 PIECE: Final = 65_536
 """Characters that are encoded at once, at least: then the first place is sought where a cut changes no token."""
+LONGEST: Final = 900_000
+"""Characters without a place to cut that can be encoded: tiktoken's regex engine gives up at a million repetitions."""
 FORMAT: Final = 1
 """The cache file's format and the rules by which a table was checked. Raise it when either changes."""
 
@@ -94,9 +96,9 @@ _DEEPSEEK: Final = "|".join(
         r"(?s:.)",
     ]
 )
-# A blank never follows a visible character inside one piece (only line ends do, after signs), a CJK character never
-# follows a full stop or comma of its script, and no look-ahead stands behind either.
-_CUT: Final = re.compile(r"(?<=[!-~])(?= )|(?<=[A-Za-z0-9])(?=\n)|(?<=[、。，．！？：；])(?=[一-龥])")
+# No piece holds a blank behind a visible character (only line ends, behind signs), or a letter of CJK behind a full stop
+# or comma of its script; and no look-ahead at the end of a piece tells what follows there from the end of the text.
+_CUT: Final = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)|(?<=[、。，．！？：；])(?=[ぁ-ゖァ-ヺ一-龥])")
 
 _BYTES: Final = ("ByteLevel", False)
 _Steps = tuple[tuple[Any, ...], ...]
@@ -383,15 +385,16 @@ def _droppers(missing: Sequence[int]) -> re.Pattern[str] | None:
 
 
 def pieces(text: str, cut: re.Pattern[str], size: int = PIECE) -> Iterator[str]:
-    """`text` in pieces of at least `size` characters, cut where `cut` allows it."""
+    """`text` in pieces of at least `size` characters, cut where `cut` allows it. ConfigError if one gets over LONGEST."""
     start = 0
-    while len(text) - start > size:
+    while start < len(text):
         found = cut.search(text, start + size)
-        if found is None:
-            break
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:]
+        end = found.start() if found else len(text)
+        if end - start > LONGEST:
+            message = f"text from character {start:,} on: {end - start:,} characters without a word's end, at most {LONGEST:,}"
+            raise ConfigError("USAGE", message)
+        yield text[start:end]
+        start = end
 
 
 @dataclass(frozen=True)
@@ -403,7 +406,10 @@ class Tokenizer:
     encoding: tiktoken.Encoding
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without any token at start or end. A lone surrogate is a UnicodeEncodeError."""
+        """The ids of `text`, without any token at start or end.
+
+        UnicodeEncodeError for a lone surrogate, ConfigError for a text that never ends a word (`LONGEST`).
+        """
         number = self.table.ids.__getitem__
         return [each for piece in pieces(text, self.split.cut) for each in map(number, self._ranks(piece))]
 
@@ -464,6 +470,13 @@ class Tokenizer:
         ranks = self.encoding.encode_ordinary(text + sign)
         return ranks[: len(ranks) - len(self.encoding.encode_ordinary(sign))]
 
+    def _ranks_within(self, piece: bytes) -> Iterator[int]:
+        """Of one piece, which need not be UTF-8 any more."""
+        try:
+            yield from self.encoding.encode_ordinary(piece.decode())
+        except UnicodeDecodeError:
+            yield from map(self._priorities.__getitem__, _merged(piece, self._priorities, len(self._priorities)))
+
     def _ranks_around(self, text: str, dropped: re.Pattern[str]) -> Iterator[int]:
         """As Hugging Face does it: a byte without a token vanishes from its piece before anything is merged."""
         done = 0
@@ -471,7 +484,7 @@ class Tokenizer:
             start, end = _around(text, found.start())
             yield from self._ranks_before(text[done:start], "!" if text[start] != " " else " !")
             left = text[start:end].encode().translate(None, self._missing)
-            yield from map(self._priorities.__getitem__, _merged(left, self._priorities, len(self._priorities)))
+            yield from self._ranks_within(left)
             done = end
         yield from self.encoding.encode_ordinary(text[done:])
 

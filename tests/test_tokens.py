@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pytest_dspark import tokens
@@ -19,7 +19,24 @@ from pytest_dspark.tokens import SPLITS, load_tokenizer
 LONG = next(step[1] for steps in SPLITS for step in steps if step[0] == "Split" and "A-Za-z" in step[1])
 LETTERS = {byte: char for char, byte in tokens._alphabet().items()}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-MERGES = ["Ġ t", "h e", "Ġt he", "i n", "a a", "aa aa", "Ċ Ċ", "Ġ Ġ", "! !", "1 2", "12 3", "' s", "ã Ģ", "ãĢ ģ"]
+MERGES = [
+    "Ġ t",
+    "h e",
+    "Ġt he",
+    "i n",
+    "a a",
+    "aa aa",
+    "Ċ Ċ",
+    "Ġ Ġ",
+    "Ġ !",
+    "! Ċ",
+    "! !",
+    "1 2",
+    "12 3",
+    "' s",
+    "ã Ģ",
+    "ãĢ ģ",
+]
 TEXTS = st.text(
     st.sampled_from("the in aa!'s123\n\r\t 、\u3000é\u0301漢あ・\u3040\u200d\0\x04\U00040000<|X|>Ⅷ"), max_size=40
 )
@@ -136,6 +153,12 @@ def test_ids_are_those_of_the_rules(tmp_path_factory, pre, split, missing):
 
     @settings(deadline=None)
     @given(TEXTS)
+    @example("x  1")
+    @example("x \x04!")
+    @example("\n\n\x04")
+    @example("\n\n \x04")
+    @example("x!\n1  漢")
+    @example("'\x04's")
     def same(text):
         expected = [number for piece in split(text) for number in listed_merges(piece, data)]
         assert tokenizer.encode(text) == expected
@@ -185,6 +208,12 @@ def test_cuts_change_no_token(tmp_path, pre):
 
     @settings(deadline=None)
     @given(TEXTS)
+    @example("x  1")
+    @example("x \x04!")
+    @example("\n\n\x04")
+    @example("\n\n \x04")
+    @example("x!\n1  漢")
+    @example("'\x04's")
     def same(text):
         parts = list(tokens.pieces(text, tokenizer.split.cut, size=1))
         assert "".join(parts) == text
@@ -201,6 +230,14 @@ def test_a_long_text_is_cut_and_nothing_is_lost(tmp_path):
     assert max(map(len, parts)) < tokens.PIECE + 20
     assert tokenizer.encode(text) == [tokenizer.table.ids[rank] for rank in tokenizer.encoding.encode_ordinary(text)]
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("char", [" ", "\n", "\0", "!", "a", "1", "漢", "\u3040"])
+def test_the_longest_run_is_encoded_and_a_longer_one_is_refused(tmp_path, char):
+    tokenizer = loaded(tmp_path, made(DEEPSEEK))
+    assert tokenizer.count(char * (tokens.LONGEST - 1) + "x")
+    with pytest.raises(ConfigError, match="USAGE: text from character 0 on: 900,001 characters without a word's end"):
+        tokenizer.count(char * tokens.LONGEST + "x")
 
 
 def test_special_text_is_ordinary_and_can_be_found(tmp_path):
