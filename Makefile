@@ -34,11 +34,11 @@ test: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest tests
 
 rehearse: $(BIN)/.installed
-	$(BIN)/python -m pytest -m production --dspark-cluster rehearsal
+	$(BIN)/python -m pytest suites -m production --dspark-cluster rehearsal
 
 lab: $(BIN)/.installed
 	$(LAB) all
-	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest -m production --dspark-cluster lab/cluster.toml
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m production --dspark-cluster lab/cluster.toml
 
 lab-faults: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py

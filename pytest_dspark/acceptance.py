@@ -37,6 +37,7 @@ def outcome(
     required: Mapping[str, Sequence[str]],
     *,
     selected: Mapping[str, frozenset[str]],
+    narrowed: bool,
     rehearsal: bool,
     against_publishing: Sequence[str],
     interrupted: bool,
@@ -45,13 +46,14 @@ def outcome(
     """Judge the run.
 
     `required` are the checks that the recipe requires of each profile of this run, `selected` those that were collected
-    for it. A required check that was not selected makes the run a subset; one that was selected and is not PASS exactly
-    once makes it not accepted.
+    for it. A required check that was not selected makes a run that was `narrowed` on purpose a subset; every other one that
+    is not PASS exactly once makes it not accepted.
     """
     rows = list(rows)
-    missing = [
+    absent = [
         (mark, check) for mark, checks in required.items() for check in checks if check not in selected.get(mark, ())
     ]
+    missing = absent if narrowed else []
     unmet = _unmet(rows, required, missing)
     bad = [f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD]
     reasons = [*unmet, *_no_requirement(required), *bad]

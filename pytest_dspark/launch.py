@@ -126,9 +126,10 @@ def keep_log(site: Site, rank: int, rank_id: str) -> None:
     """Fetch the rank's whole log into the run folder; secret values that it was given are masked in what is kept."""
     spec = site.plan.specs[rank]
     site.host(spec).save_log(rank_id, site.log_path(rank))
-    values = [value for key, value in spec.env if key in spec.secrets]
-    if values:
-        write_whole(site.log_path(rank), mask_text(read_text(site.log_path(rank)), values))
+    raw = read_text(site.log_path(rank))
+    masked = mask_text(raw, site.run.secrets)
+    if masked != raw:
+        write_whole(site.log_path(rank), masked)
 
 
 # --- is it alive?

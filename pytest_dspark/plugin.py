@@ -166,10 +166,22 @@ def _configure_controller(config: pytest.Config) -> None:
             say=_speaker(config),
         )
     )
+    state.narrowed = _narrowed(config)
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
     _install_signals(config, state)
+    if getattr(config.option, "maxworkerrestart", None) is None:
+        config.option.maxworkerrestart = "0"  # a crashed worker is an ERROR of the run, not something to try again
+
+
+def _narrowed(config: pytest.Config) -> bool:
+    """Whether less than the whole profile was asked for: -k, node ids, single files, --lf, --deselect, a lane in -m."""
+    words = set((config.getoption("markexpr") or "").replace("(", " ").replace(")", " ").split())
+    lanes = words - {"or", *selection.PROFILE_MARKS}
+    single = any("::" in arg or arg.endswith(".py") for arg in config.args)
+    options = ("keyword", "lf", "failedfirst", "deselect", "stepwise")
+    return bool(lanes) or single or any(config.getoption(name, None) for name in options)
 
 
 def _flag(config: pytest.Config, name: str) -> bool:
@@ -191,6 +203,9 @@ def _refuse_modes(config: pytest.Config, given: setup.Options, marks: tuple[str,
         raise pytest.UsageError(
             f"--dist {config.getoption('dist')}: profiles take turns on one engine, which needs --dist load (what -n gives)"
         )
+    for name, package in (("timeout", "pytest-timeout"), ("junitxml", "pytest's junitxml")):
+        if not config.pluginmanager.hasplugin(name):
+            raise pytest.UsageError(f"-p no:{name}: the acceptance needs {package}")
     method = config.getoption("timeout_method", None) or config.getini("timeout_method")
     if method == "thread":
         raise pytest.UsageError(

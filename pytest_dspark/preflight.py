@@ -81,23 +81,31 @@ def wrapper_tree(plan: Plan, *, git: Callable[[Path], str]) -> dict[str, Any]:
 
 
 def _git_status(tree: Path) -> str:
-    """The commit, then one line a change."""
-    head = _git(tree, "rev-parse", "--verify", "-q", "HEAD")
-    return f"{head.strip()}\n{_git(tree, 'status', '--porcelain')}"
+    """The commit, then one line a change. Raises WRAPPER_DIRTY if git cannot say."""
+    head = _git(tree, "rev-parse", "--verify", "HEAD", fallback="(no commit)")
+    return f"{head.strip()}\n{_git(tree, 'status', '--porcelain', '--untracked-files=normal')}"
 
 
-def _git(tree: Path, *words: str) -> str:
+def _git(tree: Path, *words: str, fallback: str | None = None) -> str:
     try:
         done = subprocess.run(["git", "-C", str(tree), *words], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
             "WRAPPER_DIRTY", f"{tree}: git could not say whether the wrapper tree is clean: {error}"
         ) from error
-    return done.stdout
+    if done.returncode == 0:
+        return done.stdout
+    if fallback is not None:
+        return fallback
+    said = done.stderr.strip()
+    raise LaunchError("WRAPPER_DIRTY", f"{tree}: git could not say whether the wrapper tree is clean: {said}")
 
 
 def wrapper_problems(plan: Plan, wrapper: Mapping[str, Any]) -> Iterator[DsparkError]:
     changes = wrapper["changes"]
+    if plan.recipe.wrapper == "clean" and wrapper["tree"] is None:
+        where = f"{plan.profile.path} lies in none"
+        yield LaunchError("WRAPPER_DIRTY", f"recipe {plan.recipe.name} needs a clean wrapper tree (git), and {where}")
     if plan.recipe.wrapper == "clean" and changes:
         shown = ", ".join(change.strip() for change in changes[:5])
         more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""

@@ -41,6 +41,7 @@ PLAN_NAMES = frozenset(
 RANK_NAMES = frozenset(
     {"rank", "headless", "address", "interface", "rdma", "model_source", "cache", "manifest", "bundle"}
 )
+CHECK_ID = re.compile(r"[a-z_]+(\.[a-z0-9-]+)?")
 KNOB_TYPES = ("int", "float", "str", "json")
 _T = TypeVar("_T")
 LANES = ("gate", "correctness", "concurrency", "performance", "dataset", "niah")
@@ -325,7 +326,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         rehearsal=bool(data.get("rehearsal", False)),
         wrapper=data.get("wrapper", "clean"),
         profiles=_strings(data.get("profiles", {}), f"{where}: profiles"),
-        acceptance=tuple((mark, tuple(checks)) for mark, checks in data.get("acceptance", {}).items()),
+        acceptance=_acceptance(_table(data, "acceptance", where), where),
         pins=_build(Pins, data.get("pins", {}), f"{where}: pins"),
         labels=_strings(data.get("labels", {}), f"{where}: labels"),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
@@ -343,6 +344,23 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
     )
     _check_names(recipe, where)
     return recipe
+
+
+def _table(data: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = data.get(key, {})
+    if not isinstance(value, dict):
+        raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be a table, found {value!r}")
+    return value
+
+
+def _acceptance(table: Mapping[str, Any], where: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The required checks of each mark: lists of ids, each of the form NAME or LANE.NAME."""
+    for mark, checks in table.items():
+        if not isinstance(checks, list) or not all(isinstance(c, str) and CHECK_ID.fullmatch(c) for c in checks):
+            raise ConfigError(
+                "RECIPE_INVALID", f"{where}: acceptance.{mark} must be a list of check ids, found {checks!r}"
+            )
+    return tuple((mark, tuple(checks)) for mark, checks in table.items())
 
 
 def _known(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
@@ -371,10 +389,22 @@ def _build(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
     """A flat dataclass of texts, numbers and truth values out of a TOML table, types checked against its defaults."""
     names = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     _known(table, names, where)
+    for key, value in table.items():
+        default = names[key].default
+        if isinstance(default, (bool, float, str)) and not _like(value, default):
+            kind_name = type(default).__name__
+            raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be {kind_name}, found {value!r}")
     try:
         return kind(**table)
     except TypeError as error:
         raise ConfigError("RECIPE_INVALID", f"{where}: {error}") from error
+
+
+def _like(value: Any, default: Any) -> bool:
+    """A number may be whole where a fraction is the default; a truth value is no number."""
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(default)
 
 
 def _groups(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
@@ -426,6 +456,10 @@ def _marker(table: dict[str, Any], where: str) -> Marker:
     ready = {key: tuple(table.get(key, ())) for key in ("match", "no_match")}
     ready |= {key: _conditions(table.get(key, {}), where) for key in ("when", "observable")}
     marker = _build(Marker, {**table, **ready, "pattern": _pattern(_text(table, "pattern", where), where)}, where)
+    if marker.pattern.search(""):
+        raise ConfigError(
+            "RECIPE_INVALID", f"{where}: pattern {marker.pattern.pattern!r} matches an empty line, so it proves nothing"
+        )
     if not marker.match:
         raise ConfigError("RECIPE_INVALID", f"{where}: expected at least one real line that the pattern must match")
     for line, wanted in [(line, True) for line in marker.match] + [(line, False) for line in marker.no_match]:
@@ -449,8 +483,11 @@ def _canary(table: dict[str, Any], where: str) -> Canary:
         )
     expect_json = tuple(sorted(table.get("expect_json", {}).items()))
     canary = _build(Canary, {**table, "expect_json": expect_json}, where)
-    if not (canary.expect or canary.expect_json or canary.tool):
-        raise ConfigError("RECIPE_INVALID", f"{where}: a canary without expect, expect_json or tool proves nothing")
+    needed = {"json": bool(canary.expect_json), "tool": bool(canary.tool and (canary.expect or canary.expect_json))}
+    if not needed.get(canary.kind, bool(canary.expect)):
+        raise ConfigError("RECIPE_INVALID", f"{where}: a {canary.kind} canary without what it expects proves nothing")
+    if canary.kind == "number" and not re.fullmatch(r"-?\d+(\.\d+)?", canary.expect):
+        raise ConfigError("RECIPE_INVALID", f"{where}: expect must be a number, found {canary.expect!r}")
     return canary
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_dspark import junit
-from pytest_dspark.acceptance import Outcome, outcome
+from pytest_dspark.acceptance import BAD, Outcome, outcome
 from pytest_dspark.evidence import Case, RunFolder, row, utc_now, write_whole
 from pytest_dspark.state import State
 from pytest_dspark.verdict import Status, Verdict
@@ -30,6 +30,7 @@ class Recorder:
     def __init__(self, state: State, *, raw_junit: Path) -> None:
         self._state, self._raw = state, raw_junit
         self._crashed: list[str] = []
+        self._worker_died = False
         self._outcome: Outcome | None = None
         self._tampered: list[str] = []
 
@@ -45,6 +46,12 @@ class Recorder:
         if report.when == "teardown" or str(report.when) == "???":
             self._state.stage.done(report.nodeid)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error and not self._state.interrupted:
+            self._worker_died = True
+            self._state.stage.abandon()
+
     # --- the end
 
     @pytest.hookimpl(tryfirst=True)
@@ -57,12 +64,17 @@ class Recorder:
         """Judge the run, derive the publishable report, and let the exit code say it. The raw report is finished by now."""
         state = self._state
         for nodeid in self._crashed:
-            self._write_crash(nodeid)
+            self._write_lost(nodeid, "the xdist worker crashed in this case")
+        if self._worker_died:
+            known = {row["nodeid"] for row in state.run.read()}
+            for nodeid in state.stage.cases.keys() - known:
+                self._write_lost(nodeid, "not run: an xdist worker crashed")
         rows = list(state.run.read())
         self._outcome = outcome(
             rows,
             {mark: state.recipe.required(mark) for mark in state.plans},
             selected=self._selected(),
+            narrowed=self._state.narrowed,
             rehearsal=state.recipe.rehearsal,
             against_publishing=self._against_publishing(),
             interrupted=state.interrupted,
@@ -74,34 +86,24 @@ class Recorder:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _good(self) -> bool:
+        """Exit code 0: something passed, nothing is bad, and all that is required is there unless the run was narrowed."""
         result = self._outcome
-        return result is not None and (result.met or result.subset or bool(self._state.options.endpoint))
+        if result is None or not result.counts.get("PASS") or any(result.counts.get(verdict) for verdict in BAD):
+            return False
+        return result.met or result.subset or bool(self._state.options.endpoint)
 
     def _selected(self) -> dict[str, frozenset[str]]:
         cases = self._state.stage.cases.values()
         return {mark: frozenset(check for m, check in cases if m == mark) for mark in self._state.plans}
 
-    def _write_crash(self, nodeid: str) -> None:
+    def _write_lost(self, nodeid: str, message: str) -> None:
+        """The ERROR row of a case that no process could write."""
         state = self._state
         mark, check = state.stage.cases[nodeid]
-        case = Case(
-            state.run.run_id,
-            nodeid,
-            check,
-            check.partition(".")[0],
-            mark,
-            state.recipe.name,
-            state.plans[mark].fingerprint,
-        )
-        state.run.append(
-            row(
-                case,
-                Verdict(Status.ERROR, "HARNESS", "the xdist worker crashed in this case"),
-                None,
-                started=utc_now(),
-                elapsed_s=0.0,
-            )
-        )
+        lane, recipe = check.partition(".")[0], state.recipe.name
+        case = Case(state.run.run_id, nodeid, check, lane, mark, recipe, state.plans[mark].fingerprint)
+        verdict = Verdict(Status.ERROR, "HARNESS", message)
+        state.run.append(row(case, verdict, None, started=utc_now(), elapsed_s=0.0))
 
     def _against_publishing(self) -> list[str]:
         state, reasons = self._state, list(self._tampered)

@@ -64,6 +64,9 @@ class StageServer:
                 if name == "leave":
                     held.remove(args[0])
         except (EOFError, OSError):
+            pass  # the worker is gone
+        finally:
+            connection.close()  # whatever ended this thread, the worker must not wait for an answer
             for exclusive in held:
                 self._stage.leave(exclusive)
 

@@ -78,6 +78,7 @@ class Stage:
         self._changed = threading.Condition()
         self.cases: dict[str, tuple[str, str]] = {}
         self._outstanding: dict[str, int] = {}
+        self._abandoned = False
         self._alone, self._together, self._waiting_alone = False, 0, 0
         self._cancelled = threading.Event()
         self._closed = False
@@ -103,10 +104,16 @@ class Stage:
                 self._outstanding[mark] -= 1
             self._changed.notify_all()
 
+    def abandon(self) -> None:
+        """A worker died and its cases will not all be run: nobody waits for them any more."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
     def _wait_for_turn(self, mark: str, remaining: int) -> None:
         """Wait until at most `remaining` cases of the profile are unreported."""
         with self._changed:
-            while not (self._cancelled.is_set() or self._outstanding.get(mark, 0) <= remaining):
+            while not (self._cancelled.is_set() or self._abandoned or self._outstanding.get(mark, 0) <= remaining):
                 self._changed.wait(LOOK_S)
 
     def _wait_for_earlier(self, mark: str) -> None:

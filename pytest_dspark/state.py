@@ -34,6 +34,7 @@ class State:
     controller: bool
     server: StageServer | None = None
     interrupted: bool = False
+    narrowed: bool = False
     ending: bool = False
 
     def settings(self, case: Case) -> dict[str, Any]:
@@ -79,8 +80,7 @@ def controller_state(
     """Read all files, create the run folder, build the stage. Raises ConfigError; no host is touched."""
     plans = setup.make_plans(options, marks)
     root = Path(out).absolute() if out else default_root()
-    api_key = os.environ.get("DSPARK_API_KEY", "")
-    run = new_run(root, secrets_known=secret_values(plans.values()) + ((api_key,) if api_key else ()))
+    run = new_run(root, secrets_known=_secrets(plans))
     recipe = next(iter(plans.values())).recipe
 
     def masked_say(text: str) -> None:
@@ -88,6 +88,11 @@ def controller_state(
 
     stage: Any = ForeignStage(plans) if options.endpoint else _stage(plans, run, root, keep, attach, masked_say)
     return State(options, plans, recipe, run, stage, masked_say, controller=True)
+
+
+def _secrets(plans: Mapping[str, Plan]) -> tuple[str, ...]:
+    api_key = os.environ.get("DSPARK_API_KEY", "")
+    return secret_values(plans.values()) + ((api_key,) if api_key else ())
 
 
 def _stage(
@@ -111,7 +116,7 @@ def worker_state(given: Mapping[str, str], options: setup.Options) -> State:
     """The state of an xdist worker, from what the controller sent."""
     plans = setup.make_plans(options, given["marks"].split(","))
     stage = RemoteStage(Address(given["path"], given["key"]))
-    run = RunFolder(Path(given["run"]), given["run_id"], secret_values(plans.values()))
+    run = RunFolder(Path(given["run"]), given["run_id"], _secrets(plans))
     return State(options, plans, next(iter(plans.values())).recipe, run, stage, lambda text: None, controller=False)  # noqa: ARG005
 
 
@@ -128,13 +133,16 @@ class ForeignStage:
     def done(self, nodeid: str) -> None:
         """Nothing to switch."""
 
+    def abandon(self) -> None:
+        """Nobody waits."""
+
     def cancel(self) -> None:
         """Nothing to stop."""
 
     def close(self, *, interrupted: bool) -> None:
         """Nothing to stop."""
 
-    def acquire(self, mark: str) -> dict[str, Any]:
+    def acquire(self, mark: str, *, patient: bool = False) -> dict[str, Any]:
         plan = self._plans[mark]
         return {"base_url": plan.base_url, "model": plan.served_model, "api_key": os.environ.get("DSPARK_API_KEY", "")}
 
@@ -147,16 +155,16 @@ class ForeignStage:
     def alive(self, mark: str) -> None:
         """Nobody watches it."""
 
-    def diagnose(self, mark: str) -> DsparkError | None:  # noqa: ARG002
+    def diagnose(self, mark: str) -> DsparkError | None:
         return None
 
-    def launch_finding(self, mark: str) -> Finding:
+    def launch_finding(self, mark: str, *, patient: bool = False) -> Finding:
         raise _nothing(mark)
 
-    def gate_finding(self, mark: str, requirement: str) -> Finding:  # noqa: ARG002
+    def gate_finding(self, mark: str, requirement: str, *, patient: bool = False) -> Finding:
         raise _nothing(mark)
 
-    def teardown_finding(self, mark: str) -> Finding:
+    def teardown_finding(self, mark: str, *, patient: bool = False) -> Finding:
         raise _nothing(mark)
 
     def summary(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_a_row_says_null_where_nothing_was_measured():
 
 
 def judged(rows, *, required=("a", "b"), selected=("a", "b"), **options):
-    given = {"rehearsal": False, "against_publishing": [], "interrupted": False} | options
+    given = {"narrowed": True, "rehearsal": False, "against_publishing": [], "interrupted": False} | options
     data = [{"profile": "production", "check": check, "verdict": verdict} for check, verdict in rows]
     return outcome(data, {"production": required}, selected={"production": frozenset(selected)}, **given)
 
@@ -70,6 +70,7 @@ def test_accepted_only_if_every_required_check_is_pass_once():
 def test_subset_rehearsal_interrupt_and_foreign_are_never_accepted():
     good = [("a", "PASS"), ("b", "PASS")]
     assert judged([("a", "PASS")], selected=("a",)).accepted is None
+    assert judged([("a", "PASS")], selected=("a",), narrowed=False).accepted is False, "missing, and nobody narrowed it"
     assert "subset: not an acceptance" in judged([("a", "PASS")], selected=("a",)).reasons
     assert judged(good, rehearsal=True).accepted is None and judged(good, rehearsal=True).met
     assert judged(good, foreign=True).accepted is None

@@ -73,6 +73,12 @@ def test_pins_of_the_frozen_image():
         (BASE + '[[canary]]\nname = "a"\nkind = "exact"\nprompt = "?"\n', "proves nothing"),
         (BASE + "[labels]\na = 1\n", "labels.a must be a text"),
         ("schema = [", "small.toml"),
+        (BASE.replace("[serve]", 'acceptance = "launch"\n[serve]'), "acceptance must be a table"),
+        (BASE + '[acceptance]\nproduction = "launch"\n', "must be a list of check ids"),
+        (BASE + '[launch]\npoll_s = "0.1"\n', "poll_s must be float"),
+        (BASE + '[[marker]]\nname = "a"\nkind = "required"\npattern = ".*"\nmatch = ["x"]\n', "matches an empty line"),
+        (BASE + '[[canary]]\nname = "a"\nkind = "tool"\nprompt = "?"\ntool = "t"\n', "proves nothing"),
+        (BASE + '[[canary]]\nname = "a"\nkind = "number"\nprompt = "?"\nexpect = "one"\n', "must be a number"),
     ],
 )
 def test_refusals_name_file_and_key(tmp_path, text, words):

@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from rehearsed import BUNDLE, ROOT, Place
+from rehearsed import BUNDLE, ROOT, Place, free_port
 
 pytestmark = pytest.mark.timeout(150)
 GATE = [
@@ -333,6 +333,41 @@ def test_foreign_endpoint_runs_the_http_checks_and_proves_nothing(place):
     assert {row["verdict"] for row in rows if row["check"].startswith("gate")} == {"NOT_IMPLEMENTED"}
 
 
+def test_foreign_endpoint_under_xdist_and_with_nobody_there(place):
+    assert len(place.run("--dspark-keep").place.living()) == 2
+    recipe = ["--dspark-recipe=rehearsal", f"--dspark-out={place.out}", "suites"]
+    both = plain(
+        "-m", "production and correctness", "-n", "2", f"--dspark-endpoint=http://127.0.0.1:{place.port}", *recipe
+    )
+    assert (both.returncode, "5 passed" in both.stdout) == (0, True), both.stdout[-3000:]
+    nobody = plain("-m", "production and gate", f"--dspark-endpoint=http://127.0.0.1:{free_port()}", *recipe)
+    assert nobody.returncode == 1, "nothing passed, yet green"
+
+
+def test_required_checks_that_are_missing_without_narrowing_are_not_accepted(place):
+    session = place.run("--ignore=suites/test_correctness.py", timed=True)
+    assert session.process.returncode == 1
+    assert "production: correctness.json is missing" in session.run_json()["reasons"]
+
+
+def test_a_failed_check_in_an_edited_suite_is_not_green(place):
+    suite = place.folder / "test_edited.py"
+    suite.write_text(
+        "import pytest\n"
+        "@pytest.mark.profiles('production')\n"
+        "@pytest.mark.check('correctness.arithmetic')\n"
+        "def test_arithmetic(verdict):\n    pass\n"
+    )
+    shutil.copytree(ROOT / "recipe", place.folder / "recipe")
+    path = place.folder / "recipe" / "dspark-sm121.toml"
+    path.write_text(path.read_text().replace('expect = "81"', 'expect = "82"'))
+    place.recipe = str(place.folder / "recipe" / "rehearsal.toml")
+    command = ["-m", "production", f"--dspark-cluster={place.cluster()}", f"--dspark-out={place.out}", str(suite)]
+    done = plain(*command)
+    assert "1 passed" in done.stdout and "1 FAIL" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 1
+
+
 # --- defects that the gate and the checks must see
 
 
@@ -379,6 +414,28 @@ def test_the_backstop_starts_when_the_engine_is_held_and_leaves_a_row(place):
     assert rows["launch"]["elapsed_s"] > 4, "the launch took no longer than the time-out: the test shows nothing"
     assert (rows["correctness.stream"]["verdict"], rows["correctness.stream"]["code"]) == ("ERROR", "DEADLINE")
     assert 'failures="0"' in (session.folder / "junit.xml").read_text()
+    assert place.living() == []
+
+
+# --- an xdist worker that dies
+
+
+def test_a_killed_worker_ends_the_run_with_a_row_a_case(place):
+    (place.folder / "killer.py").write_text(
+        "import os, signal\n"
+        "def pytest_runtest_call(item):\n"
+        "    if 'arithmetic' in item.nodeid and 'PYTEST_XDIST_WORKER' in os.environ:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    os.environ["PYTHONPATH"] = str(place.folder)
+    try:
+        session = place.start("-n", "2", "-p", "killer")
+    finally:
+        del os.environ["PYTHONPATH"]
+    assert session.end(60) == 1, session.text[-3000:]
+    rows = [(row["check"], row["verdict"]) for row in session.rows()]
+    assert ("correctness.arithmetic", "ERROR") in rows
+    assert {check for check, _ in rows} >= {"launch", "correctness.json", "correctness.retrieval", "teardown"}
     assert place.living() == []
 
 

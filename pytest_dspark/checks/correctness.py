@@ -45,6 +45,10 @@ def _ask(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: 
 
 def _token_limit(reply: Mapping[str, Any]) -> Verdict | None:
     """The budget ended before there was an answer: apart from wrong, and apart from infrastructure."""
+    if reply["finish_reason"] not in ("stop", "tool_calls", "length"):
+        return Verdict(
+            Status.FAIL, "WRONG_ANSWER", f"the answer ended with {reply['finish_reason']!r}, expected 'stop'"
+        )
     if reply["finish_reason"] == "length":
         return Verdict(
             Status.TOKEN_LIMIT,
@@ -74,13 +78,14 @@ def judge_arithmetic(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
         return Verdict(Status.ERROR, "RECIPE_INVALID", f"arithmetic_floor is {floor}, expected 1 to {len(cases)}")
     cut = [limit for case in cases if (limit := _token_limit(case["reply"]))]
     results = [judge_number(case["reply"]["text"], case["reply"]["reasoning"], case["expect"]) for case in cases]
-    right = sum(result.ok for result in results)
+    right = sum(result.ok and not _token_limit(case["reply"]) for case, result in zip(cases, results, strict=True))
     if right >= floor:
         return PASS
     if cut and right + len(cut) >= floor:
         return cut[0]
+    pairs = zip(cases, results, strict=True)
     wrong = next(
-        f"{case['prompt']!r}: {result.message}" for case, result in zip(cases, results, strict=True) if not result.ok
+        (f"{case['prompt']!r}: {result.message}" for case, result in pairs if not result.ok), "an answer was cut"
     )
     return Verdict(
         Status.FAIL, "WRONG_ANSWER", f"{right} of {len(cases)} right, expected at least {floor}; first wrong: {wrong}"
@@ -107,7 +112,7 @@ def measure_json(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
 def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     result = judge_json(reply["text"], reply["reasoning"], finding.data["expect"])
-    return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
+    return _token_limit(reply) or _verdict(result.ok, result.code, result.message)
 
 
 # --- tool call
@@ -131,7 +136,7 @@ def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     calls = [(call["name"], call["arguments"]) for call in reply["tool_calls"]]
     ok, message = judge_tool(calls, finding.data["tool"], finding.data["expect"])
-    return PASS if ok else _token_limit(reply) or _verdict(False, "WRONG_ANSWER", message)
+    return _token_limit(reply) or _verdict(ok, "WRONG_ANSWER", message)
 
 
 # --- retrieval
@@ -154,7 +159,7 @@ def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Fin
 def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     result = judge_code(reply["text"], reply["reasoning"], finding.data["expect"])
-    return PASS if result.ok else _token_limit(reply) or _verdict(False, result.code, result.message)
+    return _token_limit(reply) or _verdict(result.ok, result.code, result.message)
 
 
 # --- a long stream

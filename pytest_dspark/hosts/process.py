@@ -86,7 +86,7 @@ class ProcessHost:
         """Run one command here; one that is not there ends with code 127. Raises HOST_UNREACHABLE on time-out."""
         return run_here(self.name, argv, timeout=timeout)
 
-    def read_in(self, rank_id: str, argv: Sequence[str], *, timeout: float = 30.0) -> Output:  # noqa: ARG002
+    def read_in(self, rank_id: str, argv: Sequence[str], *, timeout: float = 30.0) -> Output:
         """A process rank lives on the host itself."""
         return self.read(argv, timeout=timeout)
 

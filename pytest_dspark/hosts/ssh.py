@@ -343,7 +343,7 @@ class ChannelSocket:
     def settimeout(self, seconds: float | None) -> None:
         self.channel.settimeout(seconds)
 
-    def shutdown(self, how: int) -> None:  # noqa: ARG002
+    def shutdown(self, how: int) -> None:
         """Wake whoever reads."""
         self.channel.close()
 

@@ -89,7 +89,7 @@ class LinkAdapter(HTTPAdapter):
     def get_connection(self, *_args: Any, **_more: Any) -> HTTPConnectionPool:
         return self._pool
 
-    def request_url(self, request: requests.PreparedRequest, proxies: Any) -> str:  # noqa: ARG002
+    def request_url(self, request: requests.PreparedRequest, proxies: Any) -> str:
         return request.path_url
 
     def close(self) -> None:
