@@ -54,11 +54,14 @@ class RunFolder:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append one row and bring it to the disk before returning."""
-        line = (json.dumps(self.masked(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        line = (json.dumps(self.masked(row), ensure_ascii=False, allow_nan=False) + "\n").encode(
+            "utf-8", "backslashreplace"
+        )
         handle = os.open(self.rows, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            os.write(handle, line)
+            while line:
+                line = line[os.write(handle, line) :]
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -90,7 +93,7 @@ def write_whole(path: Path, text: str) -> Path:
     """Write a file of mode 0600 by rename, so that a reader sees the old or the new one and never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
+    with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

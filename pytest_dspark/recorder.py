@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def write_unmeasured(run: RunFolder, case: Case, report: pytest.TestReport, call
     text = str(call.excinfo.value) if call.excinfo else str(report.longrepr)
     code = "DEADLINE" if text.startswith("Timeout") else "HARNESS"
     verdict = Verdict(Status.ERROR, code, text.strip()[:_FIRST_LINE] or "no finding was written")
-    run.append(row(case, verdict, None, started=utc_now(), elapsed_s=report.duration))
+    with suppress(OSError):  # a full disk: the case has no row, and so is never accepted
+        run.append(row(case, verdict, None, started=utc_now(), elapsed_s=report.duration))
 
 
 class Recorder:
@@ -31,6 +33,7 @@ class Recorder:
         self._state, self._raw = state, raw_junit
         self._crashed: list[str] = []
         self._worker_died = False
+        self._unwritten = ""
         self._outcome: Outcome | None = None
         self._tampered: list[str] = []
 
@@ -61,6 +64,14 @@ class Recorder:
         session.config.add_cleanup(lambda: self._last_line())
 
     def finish(self, session: pytest.Session) -> None:
+        """`conclude`, and exit code 1 with one sentence if the evidence cannot be written."""
+        try:
+            self.conclude(session)
+        except OSError as error:
+            self._unwritten = f"evidence could not be written: {error}"
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def conclude(self, session: pytest.Session) -> None:
         """Judge the run, derive the publishable report, and let the exit code say it. The raw report is finished by now."""
         state = self._state
         for nodeid in self._crashed:
@@ -168,7 +179,9 @@ class Recorder:
 
     def _last_line(self) -> None:
         result = self._outcome
-        if result is None:
+        if self._unwritten:
+            print(f"dspark: NOT accepted: {self._unwritten}; what there is lies in {self._state.run.path}")
+        if result is None or self._unwritten:
             return
         print(f"dspark: {self._word(result)}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
 

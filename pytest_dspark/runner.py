@@ -41,7 +41,10 @@ def run_check(
     except DsparkError as error:
         verdict = verdict_of(_cause(stage, case, check, error))
     verdict = replace(verdict, message=run.masked(verdict.message))
-    run.append(row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s))
+    try:
+        run.append(row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s))
+    except OSError as error:
+        return Verdict(Status.ERROR, "HARNESS", f"evidence could not be written: {error}; the verdict was {verdict}")
     return verdict
 
 

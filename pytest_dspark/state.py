@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_dspark import setup
 from pytest_dspark.cluster import Host, HostEntry
+from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import Case, RunFolder, default_root, new_run
 from pytest_dspark.hosts import open_host
@@ -126,6 +127,7 @@ class ForeignStage:
     def __init__(self, plans: Mapping[str, Plan]) -> None:
         self._plans = plans
         self.cases: dict[str, tuple[str, str]] = {}
+        self._known: set[str] = set()
 
     def expect(self, cases: Sequence[tuple[str, str, str]]) -> None:
         self.cases = {nodeid: (mark, check) for nodeid, mark, check in cases}
@@ -143,8 +145,16 @@ class ForeignStage:
         """Nothing to stop."""
 
     def acquire(self, mark: str, *, patient: bool = False) -> dict[str, Any]:
-        plan = self._plans[mark]
-        return {"base_url": plan.base_url, "model": plan.served_model, "api_key": os.environ.get("DSPARK_API_KEY", "")}
+        """Where the server is, if it serves the model that is asked for. Raises what the request raised, or IDENTITY_MISMATCH."""
+        plan, api_key = self._plans[mark], os.environ.get("DSPARK_API_KEY", "")
+        if mark not in self._known:
+            ids = [card.id for card in Endpoint(plan.base_url, plan.served_model, api_key=api_key).models()]
+            if plan.served_model not in ids:
+                served = ", ".join(ids) or "nothing"
+                text = f"{plan.base_url} serves {served}, expected {plan.served_model} (--dspark-model names another)"
+                raise DsparkError("IDENTITY_MISMATCH", text)
+            self._known.add(mark)
+        return {"base_url": plan.base_url, "model": plan.served_model, "api_key": api_key}
 
     def enter(self, mark: str, exclusive: bool) -> None:
         """Nobody can say who else asks it."""

@@ -108,6 +108,13 @@ def test_derived_report_of_no_report(tmp_path):
         junit.derive(tmp_path / "absent.xml", {})
 
 
+def test_half_a_character_is_kept_as_an_escape(tmp_path):
+    run = new_run(tmp_path)
+    run.append(row(CASE, PASS, Finding("x", {"text": "\ud83d"}), started="t", elapsed_s=0))
+    run.write("a.json", {"x": "\ud83d"})
+    assert next(run.read())["finding"]["text"] == json.loads((run.path / "a.json").read_text())["x"] == "\ud83d"
+
+
 def test_write_whole_leaves_no_part(tmp_path):
     run = new_run(tmp_path)
     run.write("a.json", {"x": 1})

@@ -342,6 +342,9 @@ def test_foreign_endpoint_under_xdist_and_with_nobody_there(place):
     assert (both.returncode, "5 passed" in both.stdout) == (0, True), both.stdout[-3000:]
     nobody = plain("-m", "production and gate", f"--dspark-endpoint=http://127.0.0.1:{free_port()}", *recipe)
     assert nobody.returncode == 1, "nothing passed, yet green"
+    address = f"--dspark-endpoint=http://127.0.0.1:{place.port}"
+    other = plain("-m", "production and correctness", address, "--dspark-model=other", *recipe)
+    assert (other.returncode, "serves deepseek-v4-flash-dspark, expected other" in other.stdout) == (1, True)
 
 
 def test_required_checks_that_are_missing_without_narrowing_are_not_accepted(place):
