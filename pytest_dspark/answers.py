@@ -10,13 +10,14 @@ Whether the token budget ended is not seen here: a missing answer with `finish_r
 from __future__ import annotations
 
 import json
-import math
 import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Final, NoReturn
+from typing import Any, Final
+
+from pytest_dspark import strictjson
 
 NO_ANSWER: Final = "no final answer"
 SHOWN: Final = 200
@@ -206,7 +207,7 @@ def judge_json(text: str | None, reasoning: str | None, expect: Mapping[str, Any
         return _missing(spoken)
     answer = Extracted(spoken.answer, "the whole answer as JSON")
     try:
-        value = json.loads(spoken.answer, object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite)
+        value = strictjson.loads(spoken.answer)
     except (ValueError, RecursionError) as error:
         return _judged(False, f"expected a JSON object, found {_shown(spoken.answer)!r} ({error})", spoken, answer)
     return _judged(_difference(value, dict(expect)) == "", _difference(value, dict(expect)), spoken, answer)
@@ -228,24 +229,6 @@ def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, list) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(map(_equal, left, right))
     return isinstance(left, bool) is isinstance(right, bool) and bool(left == right)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
-    return table
-
-
-def _constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number is out of range")
-    return number
 
 
 def _missing(final: Extracted) -> Judgement:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_dspark import setup
-from pytest_dspark.cluster import Cluster, Host, RankState
+from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import default_root
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
-from pytest_dspark.plan import RANK_LABEL, RUN_LABEL
 
 GRACE_S = 30.0
 

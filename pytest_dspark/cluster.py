@@ -13,6 +13,13 @@ from typing import Protocol
 
 from pytest_dspark.errors import ConfigError
 
+# The ownership marks of a rank: labels of a container, marks in the environment of a process.
+RUN_LABEL = "io.dspark.run"
+CLUSTER_LABEL = "io.dspark.cluster"
+PROFILE_LABEL = "io.dspark.profile"
+RANK_LABEL = "io.dspark.rank"
+FINGERPRINT_LABEL = "io.dspark.fingerprint"
+
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:

@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
@@ -66,9 +67,9 @@ class Comparison:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rank:
-    """Everything that was read of one running rank."""
+    """Everything that was read of one running rank. No slots: its log is read once and kept."""
 
     number: int
     host: str
@@ -78,7 +79,7 @@ class Rank:
     manifest_sha256: str | None = None
     process: bool = False
 
-    @property
+    @cached_property
     def log(self) -> RankLog:
         return read_log(self.log_text)
 
@@ -211,7 +212,7 @@ def _image(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
 
 
 def _labels(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    wanted = {key: value for key, value in plan.recipe.labels if value}
+    wanted = dict(plan.recipe.labels)
     if not wanted:
         sheet.not_observable.append("the recipe pins no label")
     for rank in ranks:
@@ -643,7 +644,7 @@ def _canary_sections(plan: Plan, api: Api) -> dict[str, Any]:
 def _identity(plan: Plan, rank: Rank) -> dict[str, Any]:
     """One rank under the names that readers of the original file know; a value that is not there is null."""
     labels, argv = rank.image.labels, serve_argv(rank.facts.path, rank.facts.args)
-    graph, wanted = rank.log.graph_runtime or {}, {key: value for key, value in plan.recipe.labels if value}
+    graph, wanted = rank.log.graph_runtime or {}, dict(plan.recipe.labels)
     asked = plan.settings.values.get(plan.recipe.compilation) or {}
     return {
         "rank": rank.number,

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pytest_dspark import gate
-from pytest_dspark.cluster import Host, RankSpec, RankState
+from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, Host, RankSpec, RankState
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, write_whole
-from pytest_dspark.plan import RUN_LABEL, Plan, as_json, launch_order
+from pytest_dspark.plan import Plan, as_json, launch_order
 from pytest_dspark.preflight import leftovers
 from pytest_dspark.sanitize import mask_text
 
-FINGERPRINT_LABEL = "io.dspark.fingerprint"
 HEARTBEAT_S = 15.0
 MARKER_WAIT_S = 10.0
 _EXIT_SETTLE_S = 2.0
@@ -59,6 +58,11 @@ class Engine:
     run_id: str
     rank_ids: tuple[str, ...]
     owned: bool = True
+
+    @property
+    def ids(self) -> dict[int, str]:
+        """The ids by rank."""
+        return dict(enumerate(self.rank_ids))
 
 
 def labelled(spec: RankSpec, run_id: str, fingerprint: str) -> RankSpec:
@@ -175,7 +179,7 @@ def diagnose(site: Site, engine: Engine) -> LaunchError | None:
     """After a request failed: did a rank end? Looks for a moment, since a rank's end may come just after its silence."""
     deadline = site.clock() + _EXIT_SETTLE_S
     while True:
-        error = lost(site, states(site, dict(enumerate(engine.rank_ids))))
+        error = lost(site, states(site, engine.ids))
         if error or site.clock() > deadline or site.cancelled():
             return error
         site.sleep(0.2)
@@ -190,7 +194,7 @@ def await_ready(site: Site, engine: Engine, endpoint: Endpoint) -> float:
     beat, api_up = begin + HEARTBEAT_S, False
     while True:
         _check_cancelled(site)
-        check_running(site, dict(enumerate(engine.rank_ids)))
+        check_running(site, engine.ids)
         api_up = api_up or endpoint.health()
         if api_up and _probe(site, endpoint):
             return site.clock() - begin

@@ -14,16 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_dspark.cluster import Cluster, HostEntry, Mount, RankSpec
+from pytest_dspark.cluster import CLUSTER_LABEL, PROFILE_LABEL, RANK_LABEL, Cluster, HostEntry, Mount, RankSpec
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.profile import Profile
 from pytest_dspark.recipe import PLACEHOLDER, RANK_NAMES, Condition, Knob, Limit, Recipe, placeholders
 from pytest_dspark.sanitize import is_secret_key, mask_argv
-
-RUN_LABEL = "io.dspark.run"
-CLUSTER_LABEL = "io.dspark.cluster"
-PROFILE_LABEL = "io.dspark.profile"
-RANK_LABEL = "io.dspark.rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,12 +324,6 @@ def _as_json(spec: RankSpec) -> dict[str, Any]:
         "options": {key: value if isinstance(value, str) else list(value) for key, value in spec.options},
         "labels": dict(spec.labels),
     }
-
-
-def secret_values(plans: Iterable[Plan]) -> tuple[str, ...]:
-    """The values that no text of the run may hold: those of secret-named environment keys, longest first."""
-    found = {value for made in plans for spec in made.specs for key, value in spec.env if key in spec.secrets and value}
-    return tuple(sorted(found, key=len, reverse=True))
 
 
 def _fingerprint(profile: Profile, recipe: Recipe, specs: Iterable[RankSpec]) -> str:

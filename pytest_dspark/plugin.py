@@ -21,7 +21,7 @@ from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import Case
 from pytest_dspark.plan import as_json, as_shell
 from pytest_dspark.recipe import LANES
-from pytest_dspark.runner import run_check
+from pytest_dspark.runner import held, run_check
 from pytest_dspark.state import State, controller_state, worker_state
 from pytest_dspark.verdict import Status, Verdict
 
@@ -412,13 +412,8 @@ def engine(request: pytest.FixtureRequest, dspark_profile: str) -> Iterator[Endp
     state = request.config.stash.get(STATE, None)
     if state is None:
         pytest.fail(setup.no_cluster((dspark_profile,)), pytrace=False)
-    place = state.stage.acquire(dspark_profile)
-    endpoint = Endpoint(
-        place["base_url"], place["model"], api_key=place["api_key"], alive=lambda: state.stage.alive(dspark_profile)
-    )
-    _arm_timeout(request.node)
-    yield endpoint
-    endpoint.close()
+    with held(state.stage, dspark_profile, False, partial(_arm_timeout, request.node)) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -438,7 +433,7 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         case,
         resolve(case.check),
         state.settings(case),
-        on_engine=lambda: _arm_timeout(node),
+        on_engine=partial(_arm_timeout, node),
     )
     node.stash[ROW_WRITTEN] = True
     if result.status in (Status.ERROR, Status.BLOCKED, Status.CAPACITY):

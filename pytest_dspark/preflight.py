@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark.cluster import Host, HostEntry, HostFacts, ImageFacts, RankSpec, RankState
+from pytest_dspark.cluster import RUN_LABEL, Host, HostEntry, HostFacts, ImageFacts, RankSpec, RankState
 from pytest_dspark.errors import DsparkError, HostError, LaunchError
 from pytest_dspark.evidence import work_tree
-from pytest_dspark.plan import RUN_LABEL, Plan
+from pytest_dspark.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _pin_problems(plan: Plan, host: str, image: ImageFacts, facts: HostFacts) ->
         )
     for key, value in plan.recipe.labels:
         found = image.labels.get(key)
-        if value and found != value:
+        if found != value:
             yield LaunchError(
                 "IDENTITY_MISMATCH", f"{host}: image label {key} is {found!r}, recipe {plan.recipe.name} pins {value!r}"
             )

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
+from pytest_dspark import strictjson
 from pytest_dspark.errors import ConfigError
 
 KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -179,7 +179,7 @@ def _quoted(key: str, value: str, refuse: Callable[[str], NoReturn]) -> str:
 
 def _check_json(key: str, body: str, refuse: Callable[[str], NoReturn]) -> None:
     try:
-        value = json.loads(body, object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite)
+        value = strictjson.loads(body)
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         refuse(f"expected a JSON object in {key}, found one that is nested too deeply")
@@ -189,26 +189,6 @@ def _check_json(key: str, body: str, refuse: Callable[[str], NoReturn]) -> None:
         refuse(f"expected a JSON object in {key}, found half of a surrogate pair")
     except ValueError as error:
         refuse(f"expected a JSON object in {key}, found {error}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in table:
-            raise ValueError(f"the key {_clip(name)!r} twice")
-        table[name] = value
-    return table
-
-
-def _constant(text: str) -> NoReturn:
-    raise ValueError(f"{text}, which is no JSON number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number out of range")
-    return number
 
 
 def _invalid(path: Path, line: int, message: str) -> ConfigError:

@@ -328,7 +328,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         profiles=_strings(data.get("profiles", {}), f"{where}: profiles"),
         acceptance=_acceptance(_table(data, "acceptance", where), where),
         pins=_build(Pins, data.get("pins", {}), f"{where}: pins"),
-        labels=_strings(data.get("labels", {}), f"{where}: labels"),
+        labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
         env=_strings(data.get("env", {}), f"{where}: env"),
         env_absent=tuple(data.get("env_absent", ())),

@@ -61,7 +61,7 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Stop or keep the engine while pytest still reports."""
         self._state.close(interrupted=self._state.interrupted)
-        session.config.add_cleanup(lambda: self._last_line())
+        session.config.add_cleanup(self._last_line)
 
     def finish(self, session: pytest.Session) -> None:
         """`conclude`, and exit code 1 with one sentence if the evidence cannot be written."""
@@ -91,10 +91,9 @@ class Recorder:
             interrupted=state.interrupted,
             foreign=bool(state.options.endpoint),
         )
-        problem = self._derive(rows)
-        self._write_run(session, problem)
         if session.exitstatus == pytest.ExitCode.OK and not self._good():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._write_run(session, self._derive(rows))
 
     def _good(self) -> bool:
         """Exit code 0: something passed, nothing is bad, and all that is required is there unless the run was narrowed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,18 +54,25 @@ def _measure(
 ) -> Finding:
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
-    place = stage.acquire(case.profile)
-    stage.enter(case.profile, check.exclusive)
+    with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
+        return check.measure(endpoint, settings=settings)
+
+
+@contextmanager
+def held(stage: Any, mark: str, exclusive: bool, on_engine: Callable[[], None]) -> Iterator[Endpoint]:
+    """The proven engine of a profile to ask, alone or shared; `on_engine` is called when it is held."""
+    place = stage.acquire(mark)
+    stage.enter(mark, exclusive)
     try:
         on_engine()
-        alive = partial(stage.alive, case.profile)
+        alive = partial(stage.alive, mark)
         endpoint = Endpoint(place["base_url"], place["model"], api_key=place["api_key"], alive=alive)
         try:
-            return check.measure(endpoint, settings=settings)
+            yield endpoint
         finally:
             endpoint.close()
     finally:
-        stage.leave(check.exclusive)
+        stage.leave(exclusive)
 
 
 def _cause(stage: Any, case: Case, check: Check, error: DsparkError) -> DsparkError:

@@ -47,7 +47,6 @@ class Session:
     hosts: dict[str, Host] = field(default_factory=dict)
     started: dict[int, str] = field(default_factory=dict)
     engine: launch.Engine | None = None
-    endpoint: Endpoint | None = None
     error: DsparkError | None = None
     report: gate.GateReport | None = None
     phases: list[dict[str, Any]] = field(default_factory=list)
@@ -220,12 +219,12 @@ class Stage:
         session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set)
         self._live = session
         session.engine = self._start(session)
-        session.endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key)
+        endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key)
         with self._phase(session, "ready"):
-            launch.await_ready(session.site, session.engine, session.endpoint)
+            launch.await_ready(session.site, session.engine, endpoint)
         threading.Thread(target=self._watch, args=(session,), name="dspark-watch", daemon=True).start()
         with self._phase(session, "gate"):
-            session.report = launch.prove(session.site, session.engine, session.endpoint)
+            session.report = launch.prove(session.site, session.engine, endpoint)
         failure = session.report.first_failure
         if failure:
             raise LaunchError("GATE_FAILED", f"gate.{failure[0]}: {failure[1].message}")
@@ -250,7 +249,7 @@ class Stage:
         session.reused = True
         session.say(f"reusing the engine kept by run {run_id}, to be proven again")
         engine = launch.adopt(site, run_id=run_id)
-        session.started = dict(enumerate(engine.rank_ids))
+        session.started = engine.ids
         return engine
 
     def _say_for(self, session: Session) -> Callable[[str], None]:
@@ -268,7 +267,7 @@ class Stage:
             if self._live is not session or session.error or session.stopped is not None:
                 return
             try:
-                found = launch.states(session.site, dict(enumerate(session.engine.rank_ids)))  # type: ignore[arg-type,union-attr]
+                found = launch.states(session.site, session.engine.ids)  # type: ignore[arg-type,union-attr]
             except DsparkError:
                 continue
             if self._live is session and session.stopped is None:

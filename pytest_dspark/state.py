@@ -15,9 +15,10 @@ from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import Case, RunFolder, default_root, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
-from pytest_dspark.plan import Plan, secret_values
+from pytest_dspark.plan import Plan
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
+from pytest_dspark.sanitize import secret_values
 from pytest_dspark.stage import Stage, StageOptions
 from pytest_dspark.verdict import Finding
 
@@ -93,7 +94,8 @@ def controller_state(
 
 def _secrets(plans: Mapping[str, Plan]) -> tuple[str, ...]:
     api_key = os.environ.get("DSPARK_API_KEY", "")
-    return secret_values(plans.values()) + ((api_key,) if api_key else ())
+    pairs = (pair for made in plans.values() for spec in made.specs for pair in spec.env)
+    return tuple(dict.fromkeys(secret_values([*pairs, ("DSPARK_API_KEY", api_key)])))
 
 
 def _stage(

@@ -351,6 +351,7 @@ def test_required_checks_that_are_missing_without_narrowing_are_not_accepted(pla
     session = place.run("--ignore=suites/test_correctness.py", timed=True)
     assert session.process.returncode == 1
     assert "production: correctness.json is missing" in session.run_json()["reasons"]
+    assert session.run_json()["exit_status"] == 1, "run.json must say what pytest says"
 
 
 def test_a_failed_check_in_an_edited_suite_is_not_green(place):

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pytest_dspark.cluster import RankSpec
+from pytest_dspark.cluster import RUN_LABEL, RankSpec
 
-RUN_LABEL = "io.dspark.run"
 _LABEL = "DSPARK_LABEL_"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pytest_dspark.cluster import HostEntry, HostFacts, ImageFacts, Output, RankFacts, RankSpec, RankState
+from pytest_dspark.cluster import RUN_LABEL, HostEntry, HostFacts, ImageFacts, Output, RankFacts, RankSpec, RankState
 from pytest_dspark.errors import HostError
 from pytest_dspark.hosts import proctable
 from pytest_dspark.hosts.bundle import architecture, bundle_facts
@@ -195,7 +195,7 @@ class ProcessHost:
     def _refuse_taken(self, spec: RankSpec) -> None:
         holder = self.find(spec.name)
         if holder:
-            run = holder.labels.get("io.dspark.run", "unknown")
+            run = holder.labels.get(RUN_LABEL, "unknown")
             raise HostError(
                 "NAME_TAKEN", f"{self.name}: {spec.name} is process {holder.rank_id} ({holder.status}) of run {run}"
             )
