@@ -14,11 +14,12 @@ import secrets
 import string
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from pytest_dspark.errors import ConfigError, EndpointError
+from pytest_dspark.recipe import Needle
 
 Encode = Callable[[str], Sequence[int]]
 """Text to ids, without tokens at start or end."""
@@ -229,24 +230,34 @@ def new_code(shape: str) -> str:
     return "".join(secrets.choice(letters) if c == "A" else secrets.choice(digits) if c == "0" else c for c in shape)
 
 
-def new_secrets(settings: Mapping[str, Any]) -> tuple[Secret, ...]:
-    """The needles and decoys of one cell, each with a code of its own.
+def new_secrets(options: Needle) -> tuple[Secret, ...]:
+    """The needles and decoys of one cell in the order of their places, each with a code and a label of its own.
 
-    `positions` has one share of the prompt a needle, `decoys` counts the decoys, which are spread evenly. `needle` and
-    `decoy` are sentences with {code} and perhaps {label}; `code` is the shape of the codes.
+    Decoys are spread evenly.
     """
-    shares = [(share, False) for share in settings["positions"]]
-    count = settings["decoys"]
-    shares += [((number + 1) / (count + 1), True) for number in range(count)]
-    labels = secrets.SystemRandom().sample(LABELS, k=len(LABELS))
+    shares = [(share, False) for share in options.positions]
+    shares += [((number + 1) / (options.decoys + 1), True) for number in range(options.decoys)]
+    labels = secrets.SystemRandom().sample(LABELS, k=len(shares))
     codes: dict[str, None] = {}
     while len(codes) < len(shares):
-        codes[new_code(settings["code"])] = None
+        codes[new_code(options.code)] = None
     made = [
-        Secret(settings["decoy" if decoy else "needle"].format(code=code, label=label), label, code, share, decoy)
-        for (share, decoy), label, code in zip(shares, labels, codes, strict=False)
+        Secret(_told(options, code, label, decoy), label, code, share, decoy)
+        for (share, decoy), label, code in zip(shares, labels, codes, strict=True)
     ]
     return tuple(sorted(made, key=lambda secret: secret.share))
+
+
+def _told(options: Needle, code: str, label: str, decoy: bool) -> str:
+    sentence = options.decoy if decoy and options.decoy else options.needle
+    return sentence.replace("{code}", code).replace("{label}", label)
+
+
+def asked(options: Needle, found: Sequence[Secret]) -> str:
+    """The question after the needles, by their labels."""
+    labels = [secret.label for secret in found if not secret.decoy]
+    named = " and of the ".join(labels)
+    return options.question.replace("{labels}", named).replace("{label}", labels[0])
 
 
 # --- the prompt

@@ -19,6 +19,7 @@ from pytest_dspark.checks import lane_of, resolve
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import Case
+from pytest_dspark.live import Live
 from pytest_dspark.plan import as_json, as_shell
 from pytest_dspark.recipe import LANES
 from pytest_dspark.runner import held, run_check
@@ -167,6 +168,7 @@ def _configure_controller(config: pytest.Config) -> None:
         )
     )
     state.narrowed = _narrowed(config)
+    state.live = _live(config)
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
@@ -226,6 +228,12 @@ def _speaker(config: pytest.Config) -> Callable[[str], None]:
         return lambda text: None  # noqa: ARG005
     stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
     return lambda text: print(f"dspark: {text}", file=stream)
+
+
+def _live(config: pytest.Config) -> Live:
+    """Lines of long checks on the real stderr; silent with -q."""
+    quiet = config.getoption("verbose") < 0
+    return Live() if quiet else Live(os.fdopen(os.dup(2), "w", errors="replace"))
 
 
 def _install_signals(config: pytest.Config, state: State) -> None:
@@ -434,6 +442,7 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         resolve(case.check),
         state.settings(case),
         on_engine=partial(_arm_timeout, node),
+        live=state.live,
     )
     node.stash[ROW_WRITTEN] = True
     if result.status in (Status.ERROR, Status.BLOCKED, Status.CAPACITY):

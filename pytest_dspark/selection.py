@@ -30,4 +30,4 @@ def wanted_by_ids(args: Iterable[str]) -> tuple[str, ...]:
 def order(mark: str, check: str) -> tuple[int, int]:
     """Profiles in launch order; within one the launch first, then the gate, and the teardown last."""
     lane = check.partition(".")[0]
-    return PROFILE_MARKS.index(mark), {"launch": 0, "gate": 1, "niah": 8, "teardown": 9}.get(lane, 5)
+    return PROFILE_MARKS.index(mark), {"launch": 0, "gate": 1, "needle": 8, "teardown": 9}.get(lane, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import Case, RunFolder, default_root, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
+from pytest_dspark.live import Live
 from pytest_dspark.plan import Plan
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
@@ -38,11 +39,15 @@ class State:
     interrupted: bool = False
     narrowed: bool = False
     ending: bool = False
+    live: Live = field(default_factory=Live)
 
     def settings(self, case: Case) -> dict[str, Any]:
-        """What the recipe says for the lane of a check, and the profile's knobs under `knobs`."""
-        knobs = dict(self.plans[case.profile].settings.values)
-        return {**self.recipe.checks.get(case.lane, {}), "knobs": knobs}
+        """What the recipe says for the lane of a check, and beside it: `knobs` of the profile, `models` (folders in which
+        this machine may have the model), `cache` (a folder for what is slow to make again)."""
+        made = self.plans[case.profile]
+        more = {"knobs": dict(made.settings.values), "cache": str(self.run.path.parent.parent / "cache")}
+        models = [entry.model for entry in made.cluster.hosts if entry.model]
+        return {**self.recipe.checks.get(case.lane, {}), **more, "models": models}
 
     def interrupt(self, name: str) -> bool:
         """A signal came. True: begin to stop now. False: it is stopping already, and only says so."""
