@@ -27,7 +27,8 @@ class Timing:
     arguments), `first_answer_s` the first with content, `last_token_s` the last with text; a role, an empty delta, a
     finish reason, a usage chunk or a ping is none of these. `end_s` is the last byte read. `wait_s` is the time before
     the first byte: the wait for a place and a connection. `sent_s` is when the last byte of the request was handed over.
-    `events` counts the events that carry text, `stamps` are their times, `gaps` the seconds between them.
+    `at_s` is the first byte itself on the monotonic clock, to place streams of one
+    machine beside each other. `events` counts the events that carry text, `stamps` are their times, `gaps` the seconds between them.
     """
 
     first_token_s: float | None
@@ -36,6 +37,7 @@ class Timing:
     end_s: float
     wait_s: float = 0.0
     sent_s: float = 0.0
+    at_s: float = 0.0
     stamps: tuple[float, ...] = ()
 
     @property
