@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import urllib3
+
 from pytest_dspark.reply import Reply, RequestError, StreamReader
 from pytest_dspark.wire import PACKET, TICK_S, Body, Call, Plain, Watch, streams_events
 
 AHEAD_S = 1.0  # how long before its moment a request is connected
-BURST = 8  # requests that are sent between two looks at what has arrived
+BURST = 4  # requests that are connected, and sent, between two looks at what has arrived
 MOST_HEAD = 1 << 16
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 
@@ -99,10 +101,10 @@ class _Stream:
     def read(self, data: bytes) -> None:
         """Read what was taken. Whatever ends the stream becomes its outcome."""
         try:
-            if self.body is None:
-                data = self._start(data)
             if self.body is not None:
                 self._more(self.body, data)
+            elif rest := self._start(data):
+                self.read(rest)
         except RequestError as error:
             self.fail(error)
 
@@ -127,7 +129,7 @@ class _Stream:
             action()
         except RequestError as error:
             self.fail(error)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, urllib3.exceptions.HTTPError) as error:
             self.fail(self._route.translate(self.watch.where, error))
 
     def _broken(self, error: OSError) -> None:
@@ -143,7 +145,7 @@ class _Stream:
         found = _HEAD_END.search(self._head)
         if found is None:
             if not data or len(self._head) > MOST_HEAD:
-                raise RequestError("SERVER_LOST", f"{self.watch.where}: the connection ended without an answer")
+                raise _headless(self._head, self.watch.where)
             return b""
         status, headers = _parsed(self._head[: found.end()], self.watch.where)
         rest, self._head = self._head[found.end() :], b""
@@ -190,10 +192,10 @@ class Loop:
         ordered = deque(sorted(calls, key=lambda call: call.due_s))
         streams: dict[int, _Stream] = {}
         try:
-            self._connect(ordered, streams, 0.0)
+            self._connect(ordered, streams, 0.0, len(ordered))
             start = self._limits.clock()
             while ordered or self._ready or self._open:
-                self._connect(ordered, streams, self._limits.clock() - start)
+                self._connect(ordered, streams, self._limits.clock() - start, BURST)
                 self._send(start)
                 self._read_all(self._sleep(ordered, start))
                 self._tick(len(ordered))
@@ -204,9 +206,11 @@ class Loop:
     def _places(self) -> int:
         return self._limits.places - len(self._open) - len(self._ready)
 
-    def _connect(self, ordered: deque[Call], streams: dict[int, _Stream], now_s: float) -> None:
+    def _connect(self, ordered: deque[Call], streams: dict[int, _Stream], now_s: float, most: int) -> None:
         """Connections for what is due soon and has a place."""
-        while ordered and self._places() > 0 and ordered[0].due_s <= now_s + AHEAD_S:
+        for _ in range(most):
+            if not ordered or self._places() < 1 or ordered[0].due_s > now_s + AHEAD_S:
+                return
             call = ordered.popleft()
             limits = self._limits
             where = f"POST http://{self._route.host}:{self._route.port}{self._route.prefix}{call.path}"
@@ -275,6 +279,15 @@ class Loop:
         for stream in (*self._open, *self._ready):
             stream.close()
         self._selector.close()
+
+
+def _headless(head: bytes, where: str) -> RequestError:
+    """What an answer without a whole head is: nothing, a part of one, or not HTTP."""
+    if not head:
+        return RequestError("SERVER_LOST", f"{where}: the connection ended without an answer")
+    if b"HTTP/".startswith(head[:5]):
+        return RequestError("TRUNCATED", f"{where}: the connection ended inside the answer's head")
+    return RequestError("PROTOCOL", f"{where}: expected an HTTP answer, found {head[:100]!r}")
 
 
 def _unwatched() -> None:
