@@ -60,9 +60,11 @@ from pytest_dspark.wire import (
 __all__ = [
     "ARRIVAL",
     "NOTE",
+    "Asked",
     "Endpoint",
     "Framing",
     "ModelCard",
+    "Progress",
     "Rendered",
     "Reply",
     "RequestError",
@@ -113,6 +115,7 @@ class Endpoint:
     `alive` is called at least once a second while a request waits for bytes, in that request's thread, and must be quick.
     What it raises (a DsparkError: the engine was found dead) closes the connection at once and is raised instead of what
     the socket would have said. `deadline_s` and `stall_s` are defaults of the generation calls. `proxy` is a URL.
+    `reader` is for measuring a way of reading itself; left out, it follows from the URL.
     """
 
     def __init__(
@@ -126,12 +129,14 @@ class Endpoint:
         deadline_s: float = 600.0,
         stall_s: float = 120.0,
         proxy: str = "",
+        reader: str = "",
     ) -> None:
         self._root = checked_url(base_url)
         self._model, self._engine_alive, self._clock, self._key = model, alive, clock, api_key
         self._closed = threading.Event()
         self._deadline_s, self._stall_s = deadline_s, stall_s
         self._proxies = {"http": proxy, "https": proxy} if proxy else {}
+        self._reader = reader or ("loop" if self._root.startswith("http://") and not proxy else "threads")
         self._headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "pytest-dspark"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -297,7 +302,7 @@ class Endpoint:
     @property
     def reader(self) -> str:
         """How `stream_many` reads: `loop`, or `threads` over TLS or a proxy."""
-        return "loop" if self._root.startswith("http://") and not self._proxies else "threads"
+        return self._reader
 
     def _asked(self, one: Asked) -> Call:
         key = "messages" if "messages" in one.body else "prompt"

@@ -12,6 +12,7 @@ from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError
 from pytest_dspark.evidence import Case, RunFolder, Stopwatch, row
+from pytest_dspark.live import Live
 from pytest_dspark.verdict import Finding, Status, Verdict
 
 _STATUS_OF_CODE = {"CAPACITY": Status.CAPACITY, "NOT_IMPLEMENTED": Status.NOT_IMPLEMENTED}
@@ -32,12 +33,13 @@ def run_check(
     settings: Mapping[str, Any],
     *,
     on_engine: Callable[[], None] = lambda: None,
+    live: Live | None = None,
 ) -> Verdict:
     """Measure and judge one check of one profile, and write its row before anything is raised or returned."""
     watch = Stopwatch.started()
     finding: Finding | None = None
     try:
-        finding = _measure(stage, case, check, settings, on_engine)
+        finding = _measure(stage, case, check, settings, on_engine, live or Live())
         verdict = check.judge(finding, settings)
     except DsparkError as error:
         verdict = verdict_of(_cause(stage, case, check, error))
@@ -50,12 +52,12 @@ def run_check(
 
 
 def _measure(
-    stage: Any, case: Case, check: Check, settings: Mapping[str, Any], on_engine: Callable[[], None]
+    stage: Any, case: Case, check: Check, settings: Mapping[str, Any], on_engine: Callable[[], None], live: Live
 ) -> Finding:
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
-        return check.measure(endpoint, settings=settings)
+        return check.measure(endpoint, settings=settings, live=live)
 
 
 @contextmanager

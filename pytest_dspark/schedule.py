@@ -296,7 +296,9 @@ def _at(ordered: Sequence[float], share: float) -> float | None:
 
 def _whole(tokens: int, *, chat: bool) -> dict[str, Any]:
     """The answer of a request that does not stream, at once."""
-    said: dict[str, Any] = {"message": {"role": "assistant", "content": WORD * tokens}} if chat else {"text": WORD * tokens}
+    said: dict[str, Any] = (
+        {"message": {"role": "assistant", "content": WORD * tokens}} if chat else {"text": WORD * tokens}
+    )
     usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": 100 + tokens}
     choice = {"index": 0, **said, "finish_reason": "length"}
     return {"id": "x", "object": "completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}

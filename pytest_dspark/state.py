@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import Case, RunFolder, default_root, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
+from pytest_dspark.live import Live
 from pytest_dspark.plan import Plan
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
@@ -38,6 +39,7 @@ class State:
     interrupted: bool = False
     narrowed: bool = False
     ending: bool = False
+    live: Live = field(default_factory=Live)
 
     def settings(self, case: Case) -> dict[str, Any]:
         """What the recipe says for the lane of a check, and the profile's knobs under `knobs`."""

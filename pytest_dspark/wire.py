@@ -53,6 +53,7 @@ class Watch:
         self._alive, self._deadline_s, self._stall_s = alive, deadline_s, stall_s
         self.begin = self.due = self._moved = self._looked = clock()
         self.first_byte = self.sent = self.stamp = self.begin
+        self.lag = 0.0
         self.status: int | None = None
         self.wire: Wire | None = None
 
@@ -95,6 +96,7 @@ class Watch:
         stamps = tuple(stamp - start for stamp in reader.stamps)
         return Timing(
             at_s=start,
+            read_lag_s=self.lag,
             first_token_s=stamps[0] if stamps else None,
             first_answer_s=None if reader.first_answer is None else reader.first_answer - start,
             last_token_s=stamps[-1] if stamps else None,
@@ -207,7 +209,10 @@ class Wire(io.RawIOBase):
         else:
             size = self._tls.recv_into(buffer)
         now = self._watch.clock()
-        self._watch.stamp = arrival(notes, now, self._empty)
+        watch = self._watch
+        watch.stamp = stamp = arrival(notes, now, self._empty)
+        if now - stamp > watch.lag:
+            watch.lag = now - stamp
         if size < len(buffer):
             self._empty = now
         return size
