@@ -150,6 +150,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None:
         if worker.get("dspark"):
             config.stash[STATE] = worker_state(worker["dspark"], options(config))
+            config.stash[STATE].live = _live(config)
     elif wanted_marks(config) and not config.getoption("collectonly"):
         _configure_controller(config)
 
@@ -157,6 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
     _refuse_modes(config, given, marks)
+    live = _live(config)
     state = _usage(
         lambda: controller_state(
             given,
@@ -164,11 +166,10 @@ def _configure_controller(config: pytest.Config) -> None:
             out=option(config, "out"),
             keep=_flag(config, "keep"),
             attach=_flag(config, "attach"),
-            say=_speaker(config),
+            say=live.line,
         )
     )
-    state.narrowed = _narrowed(config)
-    state.live = _live(config)
+    state.narrowed, state.live = _narrowed(config), live
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
@@ -222,18 +223,10 @@ def _junit_path(config: pytest.Config, state: State) -> Path:
     return Path(config.option.xmlpath)
 
 
-def _speaker(config: pytest.Config) -> Callable[[str], None]:
-    """Progress lines on the real stderr, through pytest's capture; silent with -q."""
-    if config.getoption("verbose") < 0:
-        return lambda text: None  # noqa: ARG005
-    stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
-    return lambda text: print(f"dspark: {text}", file=stream)
-
-
 def _live(config: pytest.Config) -> Live:
-    """Lines of long checks on the real stderr; silent with -q."""
+    """Progress on the real stderr, through pytest's capture; silent with -q."""
     quiet = config.getoption("verbose") < 0
-    return Live() if quiet else Live(os.fdopen(os.dup(2), "w", errors="replace"))
+    return Live(None if quiet else os.fdopen(os.dup(2), "w", buffering=1, errors="replace"))
 
 
 def _install_signals(config: pytest.Config, state: State) -> None:
@@ -444,6 +437,7 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         on_engine=partial(_arm_timeout, node),
         live=state.live,
     )
+    state.live.clear()
     node.stash[ROW_WRITTEN] = True
     if result.status in (Status.ERROR, Status.BLOCKED, Status.CAPACITY):
         pytest.fail(str(result), pytrace=False)

@@ -63,9 +63,8 @@ def _measure(
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
-        settings = {**settings, **run.known_of(case.profile, case.lane)}
-        given = {"live": live} if case.lane == "needle" else {}
-        return check.measure(endpoint, settings=settings, **given)
+        known = run.known_of(case.profile, case.lane)
+        return check.measure(endpoint, settings={**settings, **known}, live=live)
 
 
 @contextmanager
