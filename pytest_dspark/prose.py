@@ -10,12 +10,13 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pytest_dspark.errors import ConfigError
 
+_T = TypeVar("_T")
 SENTENCES: Final = 128
 """Sentences in one block."""
 LONGEST: Final = 2_000
@@ -59,34 +60,51 @@ _TAIL: Final = (
 ).split("|")
 _SAID: Final = "noticed|wrote|heard|believed|told everyone|dreamt|argued|swore".split("|")
 _FORMS: Final = (
-    "{link}{The} {kind} {who}{of} {did} {thing} {where}{tail}.",
-    "{link}{The} {who} {did} {thing} {when}{tail}.",
-    "{link}{The} {kind} {who}{of} {said} that {other} had {did} {thing} {where}.",
-    "{link}{The} {who}{of} {did} {thing}, and then {did_too} {thing_too} {when}{tail}.",
-    "{link}{The} {kind} {who} never {did} {thing} {where} again{tail}.",
+    "{start} {kind} {who}{of} {did} {thing} {where}{tail}.",
+    "{start} {who} {did} {thing} {when}{tail}.",
+    "{start} {kind} {who}{of} {said} that the {other_kind} {other_who} had {did} {thing} {where}.",
+    "{start} {who}{of} {did} {thing}, and then {did_too} {thing_too} {when}{tail}.",
+    "{start} {kind} {who} never {did} {thing} {where} again{tail}.",
 )
-# The forms with places instead of names, which are filled at once for a whole block.
-_SLOTS: Final = (
-    "link The kind who of did thing where when tail said other did_too thing_too".split()  # The: big or small
-)
-_PLACES: Final = {name: f"{{{number}}}" for number, name in enumerate(_SLOTS)}
-_TEMPLATES: Final = tuple(form.format(**_PLACES).format for form in _FORMS)
-_OTHERS: Final = tuple(f"the {kind} {who}" for kind in _KIND for who in _WHO)
+# Forms with places instead of names. `The` begins a sentence small behind a link, else big.
+_SLOTS: Final = {
+    "kind": _KIND,
+    "who": _WHO,
+    "of": [f" {text}" if text else "" for text in _FROM],
+    "did": _DID,
+    "thing": _THING,
+    "where": _WHERE,
+    "when": _WHEN,
+    "tail": _TAIL,
+    "said": _SAID,
+    "other_kind": _KIND,
+    "other_who": _WHO,
+    "did_too": _DID,
+    "thing_too": _THING,
+}
+_STARTS: Final = [f"{link}{'the' if link else 'The'}" for link in _LINK]
+_PLACES: Final = {name: f"{{{place}}}" for place, name in enumerate(["start", *_SLOTS])}
+_TEMPLATES: Final = [f" {form}".format(**_PLACES).format for form in _FORMS]
+_BYTES: Final = 256
+
+
+def _wheel(words: Sequence[_T]) -> list[_T]:
+    """A word for each byte, so that a random byte chooses one."""
+    return list(itertools.islice(itertools.cycle(words), _BYTES))
+
+
+_WHEELS: Final = [_wheel(words) for words in (_STARTS, *_SLOTS.values())]
+_FORM_WHEEL: Final = _wheel(_TEMPLATES)
 
 
 def generated(seed: int) -> Iterator[tuple[str, ...]]:
     """Blocks of sentences without end, the same for the same seed. Each sentence begins with a blank; a block ends a
     paragraph."""
-    choose = random.Random(seed).choices
+    drawn = random.Random(seed).randbytes
     while True:
-        links = choose(_LINK, k=SENTENCES)
-        slots = [_KIND, _WHO, _FROM, _DID, _THING, _WHERE, _WHEN, _TAIL, _SAID, _OTHERS, _DID, _THING]
-        words = [choose(slot, k=SENTENCES) for slot in slots]
-        articles = ["the" if link else "The" for link in links]
-        forms = choose(_TEMPLATES, k=SENTENCES)
-        of = [f" {text}" if text else "" for text in words[2]]
-        words[2] = of
-        lines = [f" {form(*row)}" for form, *row in zip(forms, links, articles, *words, strict=True)]
+        words = [map(wheel.__getitem__, drawn(SENTENCES)) for wheel in _WHEELS]
+        forms = map(_FORM_WHEEL.__getitem__, drawn(SENTENCES))
+        lines = [form(*row) for form, *row in zip(forms, *words, strict=True)]
         lines[-1] += "\n\n"
         yield tuple(lines)
 
@@ -103,7 +121,9 @@ def from_file(path: Path, sha256: str) -> Iterator[tuple[str, ...]]:
         raise ConfigError("RECIPE_INVALID", f"{path}: expected a UTF-8 text as filler: {error}") from error
     found = hashlib.sha256(raw).hexdigest()
     if found != sha256:
-        raise ConfigError("RECIPE_INVALID", f"{path}: filler is sha256 {found}, filler_sha256 says {sha256 or 'nothing'}")
+        raise ConfigError(
+            "RECIPE_INVALID", f"{path}: filler is sha256 {found}, filler_sha256 says {sha256 or 'nothing'}"
+        )
     sentences = _sentences(text)
     return iter(lambda: tuple(itertools.islice(sentences, SENTENCES)), ())
 

@@ -533,7 +533,9 @@ def _canary(table: dict[str, Any], where: str) -> Canary:
 def needle_of(table: Mapping[str, Any], where: str) -> Needle:
     """The options of the needle lane, checked. Raises RECIPE_INVALID."""
     given = table.get("positions", ())
-    lists = {"positions": tuple(given) if isinstance(given, (list, tuple)) else (given,)} if "positions" in table else {}
+    lists = (
+        {"positions": tuple(given) if isinstance(given, (list, tuple)) else (given,)} if "positions" in table else {}
+    )
     needle = _build(Needle, {**table, **lists}, where)
     for good, text in _needle_rules(needle):
         if not good:
@@ -546,16 +548,26 @@ def _needle_rules(needle: Needle) -> Iterator[tuple[bool, str]]:
     yield told, f"needle and question must be texts, found {needle.needle!r} and {needle.question!r}"
     yield "{code}" in needle.needle, f"needle must hold {{code}}, found {needle.needle!r}"
     yield bool(needle.question.strip()), "question must be a text"
-    yield bool(re.search("0", needle.code)), f"code must hold a digit (0), or it could stand in prose; found {needle.code!r}"
+    yield (
+        bool(re.search("0", needle.code)),
+        f"code must hold a digit (0), or it could stand in prose; found {needle.code!r}",
+    )
     yield needle.send in ("ids", "chat"), f"send must be ids or chat, found {needle.send!r}"
     known = all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in needle.positions)
-    yield known and 0 < len(needle.positions) + needle.decoys <= 12, "positions are shares from 0 to 1, at most 12 with decoys"
+    yield len(needle.positions) > 0, "positions must name at least one needle"
+    yield (
+        known and 0 < len(needle.positions) + needle.decoys <= 12,
+        "positions are shares from 0 to 1, at most 12 with decoys",
+    )
     apart = needle.decoys == 0 or "{label}" in needle.needle or needle.decoy not in ("", needle.needle)
     yield apart, "decoys need a needle with {label}, or a decoy sentence of their own"
     yield needle.decoys == 0 or "{code}" in (needle.decoy or needle.needle), "decoy must hold {code}"
     yield len(needle.positions) == 1 or "{labels}" in needle.question, "several needles need a question with {labels}"
     yield needle.reserve > 0 <= needle.max_tokens, f"reserve must be above 0, found {needle.reserve}"
-    yield needle.max_tokens <= needle.reserve, f"max_tokens is {needle.max_tokens}, more than the reserve of {needle.reserve}"
+    yield (
+        needle.max_tokens <= needle.reserve,
+        f"max_tokens is {needle.max_tokens}, more than the reserve of {needle.reserve}",
+    )
     yield (
         needle.deadline_s >= needle.deadline_floor_s,
         f"deadline_s is {needle.deadline_s:g}, the floor is {needle.deadline_floor_s:g}: a cell that is given up halfway costs all of it",

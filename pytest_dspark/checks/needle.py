@@ -184,9 +184,7 @@ def prompt_of(
     nonce, question = haystack.new_nonce(), haystack.asked(options, secrets)
     wanted = tokens
     for _ in range(ROUNDS):
-        prompt = haystack.compose(
-            body, wanted, secrets=secrets, question=question, template=made.template, nonce=nonce
-        )
+        prompt = haystack.compose(body, wanted, secrets=secrets, question=question, template=made.template, nonce=nonce)
         if options.send == "ids":
             return prompt
         counted, _ = _rendered(endpoint, options, prompt.text)
@@ -335,7 +333,9 @@ def cache_state(hits: float | None, cached: int | None) -> str:
 def finished_cells(earlier: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """(prompt tokens, seconds to the first token) of cells that were answered cold."""
     cells = [cell for cell in earlier if cell.get("reply") and cell["cache"]["state"] == "cold"]
-    return [(cell["planned_tokens"], cell["timing"]["first_token_s"]) for cell in cells if cell["timing"]["first_token_s"]]
+    return [
+        (cell["planned_tokens"], cell["timing"]["first_token_s"]) for cell in cells if cell["timing"]["first_token_s"]
+    ]
 
 
 # --- judging
@@ -370,9 +370,13 @@ def _miscounted(data: Mapping[str, Any]) -> Verdict | None:
     counted, planned = data["reply"]["prompt_tokens"], data["planned_tokens"]
     if counted is None:
         why = data["reply"]["usage_missing"] or "the usage has no prompt_tokens"
-        return Verdict(Status.ERROR, "PROTOCOL", f"planned {planned:,} prompt tokens, and nothing says what was read: {why}")
+        return Verdict(
+            Status.ERROR, "PROTOCOL", f"planned {planned:,} prompt tokens, and nothing says what was read: {why}"
+        )
     if counted != planned:
-        return Verdict(Status.ERROR, "PROTOCOL", f"the server counted {counted:,} prompt tokens, planned were {planned:,}")
+        return Verdict(
+            Status.ERROR, "PROTOCOL", f"the server counted {counted:,} prompt tokens, planned were {planned:,}"
+        )
     if data["method"].startswith("token ids") and data["reply"]["prompt_sha256"] != data["prompt_sha256"]:
         return Verdict(Status.ERROR, "HARNESS", "what was sent is not the prompt that was built")
     return None
