@@ -17,7 +17,7 @@ from typing import Any, Final
 from pytest_dspark import answers, haystack, prefill, prose
 from pytest_dspark.checks import Check
 from pytest_dspark.checks.correctness import answer
-from pytest_dspark.endpoint import Endpoint, Reply, RequestError
+from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import ConfigError, EndpointError
 from pytest_dspark.haystack import Body, Encode, Prompt, Secret, Template
 from pytest_dspark.live import Live
@@ -270,17 +270,21 @@ def _sent(
     with prefill.watched(watcher):
         try:
             reply = _ask(endpoint, options, prompt, watcher)
-        except RequestError as error:
+        except EndpointError as error:
             if not watcher.stuck:
                 raise _told(error, name, size, watcher) from error
             seen = {"by": watcher.last.by, "looks": watcher.looks}
             return {"method": _method(options), "stuck": watcher.stuck, "reply": None, "progress": seen}
     data = _answered(options, reply, before, endpoint.metrics(), watcher)
-    live.line(f"{name}: {size.prompt:,} tokens, first token after {data['timing']['first_token_s']:.1f} s")
+    live.line(f"{name}: {size.prompt:,} tokens answered, {_first(data['timing']['first_token_s'])}")
     return data
 
 
-def _told(error: RequestError, name: str, size: Size, watcher: prefill.Watcher) -> EndpointError:
+def _first(seconds: float | None) -> str:
+    return "no text came" if seconds is None else f"first token after {prefill.clock_text(seconds)} ({seconds:.1f} s)"
+
+
+def _told(error: EndpointError, name: str, size: Size, watcher: prefill.Watcher) -> EndpointError:
     done = "unknown" if watcher.last.tokens is None else f"{watcher.last.tokens:,}"
     return EndpointError(
         error.code, f"{name} of {size.prompt:,} tokens, done {done} ({watcher.last.by}): {error.message}"
