@@ -16,7 +16,7 @@ from test_tokens import GPT2, made
 from pytest_dspark.checks import resolve
 from pytest_dspark.checks.needle import CHECKS, cache_state, depth, finished_cells, judge, measure
 from pytest_dspark.endpoint import Endpoint
-from pytest_dspark.errors import DsparkError
+from pytest_dspark.errors import BlockedError, DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.verdict import Finding, Status
 
@@ -339,10 +339,25 @@ def test_a_prompt_that_is_never_scheduled_ends_soon(engine):
     assert len(engine.generations) == 1
 
 
+def test_after_a_stall_larger_cells_are_blocked_and_smaller_ones_are_not(engine):
+    stuck = {"stuck": "for 300 s 1 waiting", "planned_tokens": 1008}
+    with pytest.raises(BlockedError, match="a prompt of 1,008 tokens was never scheduled; this one has 2,016"):
+        cell(engine, earlier=[stuck])
+    assert engine.generations == []
+    assert said(engine, earlier=[stuck | {"planned_tokens": 3000}]).passed
+
+
 def test_a_long_prefill_is_left_alone(engine):
     engine.running = 1
     engine.hold = lambda _: time.sleep(1.5)
     assert said(engine).passed and len(engine.generations) == 1
+
+
+def test_a_server_that_does_not_count_or_counts_wrong_is_an_error(engine):
+    for usage, words in ((None, "nothing says what was read"), (-1, "the server counted 2,015 prompt tokens")):
+        engine.usage = usage
+        verdict = said(engine)
+        assert (verdict.status, verdict.code) == (Status.ERROR, "PROTOCOL") and words in verdict.message
 
 
 def test_an_empty_answer_is_the_models_failure(engine):

@@ -70,12 +70,9 @@ def test_the_production_mark_has_no_needle(tmp_path):
     ("fault", "expected", "words"),
     [
         ("answers_decoy", ("FAIL", "WRONG_ANSWER"), "is the decoy of the"),
-        ("wrong_answer", ("FAIL", "WRONG_ANSWER"), "expected the code"),
         ("rambles", ("TOKEN_LIMIT", "TOKEN_LIMIT"), "the budget ended after 64 tokens"),
         ("wrong_usage=1", ("ERROR", "PROTOCOL"), "the server counted 78,685 prompt tokens, planned were 78,684"),
-        ("no_usage", ("ERROR", "PROTOCOL"), "nothing says what was read"),
         ("never_scheduled=50000", ("ERROR", "CAPACITY_STALL"), "was accepted and never scheduled: for 1"),
-        ("error_in_stream", ("ERROR", "ERROR_IN_STREAM"), "needle.50pct of 78,684 tokens"),
         ("truncate_stream", ("ERROR", "TRUNCATED"), "needle.50pct of 78,684 tokens"),
     ],
 )

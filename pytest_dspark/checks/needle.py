@@ -18,7 +18,7 @@ from pytest_dspark import answers, haystack, prefill, prose
 from pytest_dspark.checks import Check
 from pytest_dspark.checks.correctness import answer
 from pytest_dspark.endpoint import Endpoint, Reply
-from pytest_dspark.errors import ConfigError, EndpointError
+from pytest_dspark.errors import BlockedError, ConfigError, EndpointError
 from pytest_dspark.haystack import Body, Encode, Prompt, Secret, Template
 from pytest_dspark.live import Live
 from pytest_dspark.metrics import Figure, Metrics, delta
@@ -205,6 +205,7 @@ def measure(percent: int, endpoint: Endpoint, *, settings: Mapping[str, Any], li
     size = size_of(endpoint, before, options, percent, settings.get("log_pool"))
     if not size.fits:
         return Finding(name, {**size.as_json(), "sent": False})
+    _not_after_a_stall(size, settings.get("earlier", ()))
     secrets = haystack.new_secrets(options)
     made = coder(endpoint, options, settings, f"{haystack.new_nonce()}\n\n {secrets[0].sentence}{haystack.CLOSING}Why?")
     body, filler = body_of(options, made)
@@ -212,6 +213,14 @@ def measure(percent: int, endpoint: Endpoint, *, settings: Mapping[str, Any], li
     data = {**size.as_json(), "sent": True, "counted_by": made.how, "filler": filler, **_prompt_json(prompt)}
     del body
     return Finding(name, data | _sent(name, endpoint, options, prompt, size, settings, live))
+
+
+def _not_after_a_stall(size: Size, earlier: Sequence[Mapping[str, Any]]) -> None:
+    """What was not scheduled for a smaller prompt is not for this one."""
+    for cell in earlier:
+        if cell.get("stuck") and cell["planned_tokens"] <= size.prompt:
+            cause = f"CAPACITY_STALL: a prompt of {cell['planned_tokens']:,} tokens was never scheduled"
+            raise BlockedError("BLOCKED", f"first cause: {cause}; this one has {size.prompt:,}")
 
 
 def _options(settings: Mapping[str, Any]) -> Needle:
