@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from scripted import HOLD, SSE, Scripted, delta, usage
@@ -13,6 +14,7 @@ from pytest_dspark import timing as T
 from pytest_dspark.endpoint import Asked, Endpoint, RequestError
 from pytest_dspark.errors import EndpointError, LaunchError
 
+ROOT = Path(__file__).parents[1]
 DONE = b"data: [DONE]\n\n"
 GOOD = (SSE, 0.1, delta(content="a"), 0.1, delta(content="b", finish_reason="stop"), usage(2), DONE)
 
@@ -137,3 +139,24 @@ def test_thinking_is_not_the_answer_and_a_role_is_no_token(schedule):
 def test_a_path_without_a_schedule_is_refused(schedule):
     [outcome] = Endpoint(f"{schedule}/nothing", "m").stream_many([Asked({"prompt": "x", "max_tokens": 1})])
     assert (outcome.code, outcome.status) == ("SERVER_ERROR", 404)
+
+
+def test_the_suite_reports_the_known_schedule(schedule, tmp_path):
+    """Six tokens an event, 100 ms apart, through the suite as a user runs it: within the error that the row itself states."""
+    recipe = tmp_path / "known.toml"
+    base, tokens = ROOT / "recipe" / "rehearsal.toml", "tokens = 60\ncanary_tokens = 60\n"
+    recipe.write_text(f'extends = "{base}"\nname = "known"\n[checks.concurrency]\n{tokens}')
+    command = [sys.executable, "-m", "pytest", "suites", "-m", "production and concurrency", "-k", "c2"]
+    command += [f"--dspark-endpoint={schedule}/s/0.5/0.1/10/6", "--dspark-model=m", f"--dspark-recipe={recipe}"]
+    command += [f"--dspark-out={tmp_path}/out", "-p", "no:cacheprovider", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    (rows,) = tmp_path.glob("out/runs/*/rows.jsonl")
+    (row,) = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert row["verdict"] == "PASS", done.stdout + str(row["message"])
+    data = row["finding"]
+    quoted, stamp_s = data["headline"], data["calibration"]["stamp_error_s"]["max"] + 0.002
+    assert quoted["tpot_s_median"] == pytest.approx(0.9 / 59, abs=2 * stamp_s / 59)
+    assert quoted["mean_gap_s_median"] == pytest.approx(0.1, abs=2 * stamp_s)
+    assert quoted["tokens_per_event_median"] == 6.0
+    assert {one["completion_tokens"] for repeat in data["repeats"] for one in repeat["samples"]} == {60}
+    assert quoted["decode"]["agree"] is True
