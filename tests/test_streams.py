@@ -39,10 +39,10 @@ def test_outcomes_are_in_the_order_asked_and_one_failure_is_one_failure():
 def test_each_is_sent_when_it_is_due():
     with Scripted(GOOD) as server:
         start = time.monotonic()
-        outcomes = Endpoint(server.url, "m").stream_many(asked(4, every_s=0.15))
+        outcomes = Endpoint(server.url, "m").stream_many(asked(4, every_s=0.4))
     sent = [one.timing.at_s - start for one in outcomes]
-    assert [round(later - sent[0], 1) for later in sent] == pytest.approx([0.0, 0.15, 0.3, 0.45], abs=0.06)
-    assert all(one.timing.wait_s < 0.05 for one in outcomes)
+    assert [later - sent[0] for later in sent] == pytest.approx([0.0, 0.4, 0.8, 1.2], abs=0.19)
+    assert all(one.timing.wait_s < 0.19 for one in outcomes)
 
 
 def test_no_more_than_the_places_are_in_flight_and_the_wait_is_a_figure_of_its_own():
@@ -52,8 +52,8 @@ def test_no_more_than_the_places_are_in_flight_and_the_wait_is_a_figure_of_its_o
     spans = [(one.timing.at_s, one.timing.at_s + one.timing.end_s) for one in outcomes]
     together = max(sum(a <= start < b for a, b in spans) for start, _ in spans)
     assert together == 2
-    assert max(one.timing.wait_s for one in outcomes) == pytest.approx(0.4, abs=0.15)
-    assert all(one.timing.first_token_s == pytest.approx(0.1, abs=0.05) for one in outcomes)
+    assert 0.4 <= max(one.timing.wait_s for one in outcomes) + 0.01 < 1.2
+    assert all(one.timing.first_token_s < 0.3 for one in outcomes)
     assert seen
     assert all(one.in_flight <= 2 for one in seen)
 
@@ -121,9 +121,9 @@ def test_six_tokens_an_event_are_reported_as_they_were(schedule):
         truth = told[str(number)]
         assert reply.usage.completion_tokens == 60
         assert T.tokens_per_event(reply.timing, 60).value == 6.0
-        assert T.tpot(reply.timing, 60).value == pytest.approx(0.9 / 59, abs=0.0008)
-        assert T.mean_gap(reply.timing).value == pytest.approx(0.1, abs=0.004)
-        assert reply.timing.first_token_s == pytest.approx(truth["stamps"][0] - truth["arrival"], abs=0.02)
+        assert T.tpot(reply.timing, 60).value == pytest.approx(0.9 / 59, abs=0.002)
+        assert T.mean_gap(reply.timing).value == pytest.approx(0.1, abs=0.01)
+        assert reply.timing.first_token_s == pytest.approx(truth["stamps"][0] - truth["arrival"], abs=0.09)
         ours = [reply.timing.at_s + stamp for stamp in reply.timing.stamps]
         assert len(ours) == len(truth["stamps"]) == 10
         assert all(mine >= sent - 1e-4 for mine, sent in zip(ours, truth["stamps"], strict=True))
