@@ -6,13 +6,27 @@ use one engine; a live run has no such file and is therefore never taken for a k
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_dspark.evidence import utc_now, write_whole
 from pytest_dspark.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A session of this machine works with the engine of one cluster and container. The kernel gives it back if it dies."""
+
+    handle: int
+
+    def release(self) -> None:
+        with suppress(OSError):
+            os.close(self.handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +39,17 @@ class KeptStore:
         hosts = [(entry.name, entry.docker or "process", entry.address) for entry in plan.cluster.hosts]
         key = json.dumps([plan.cluster.name, plan.specs[0].name, plan.port, hosts])
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+    def hold(self, plan: Plan) -> Hold | None:
+        """Say that this session works with the plan's engine, until released or dead; None if another session does."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(self._path(plan).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        return Hold(handle)
 
     def keep(self, plan: Plan, run_id: str) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
