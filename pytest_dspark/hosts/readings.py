@@ -28,9 +28,9 @@ GPU_EVERY_S = 30.0
 KIB_A_GIB = 1024**2
 LEAST_C, MOST_C = 1.0, 150.0  # a sensor that says 0, -273 or 255 says nothing
 OWN_LIMITS = ("nvme", "drivetemp", "mlx5", "iwlwifi", "r8169")
-_MEMORY = re.compile(r"MemAvailable:\s+(\d+) kB")
+_MEMORY = re.compile(r"MemAvailable:\s+([0-9]+) kB")
 _SENSOR = re.compile(r"(/sys/class/(?:thermal/(thermal_zone\d+)|hwmon/(hwmon\d+)))/(?:temp|(temp\d+)_input)")
-_NUMBER = re.compile(r"-?\d{1,9}(\.\d{1,3})?")
+_NUMBER = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,3})?")
 
 
 class Reader:
@@ -108,6 +108,6 @@ def _sensors(files: Mapping[str, str]) -> Iterator[tuple[str, float]]:
             continue
         folder, zone, chip, channel = found.groups()
         kind = files.get(f"{folder}/type" if zone else f"{folder}/name", "?").strip()
-        value = celsius(f"{int(text) / 1000:.3f}") if re.fullmatch(r"-?\d{1,9}", text.strip()) else None
+        value = celsius(f"{int(text) / 1000:.3f}") if re.fullmatch(r"-?[0-9]{1,9}", text.strip()) else None
         if value is not None and not kind.startswith(OWN_LIMITS):
             yield " ".join(filter(None, (zone or chip, channel, kind))), value
