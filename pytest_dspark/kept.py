@@ -10,9 +10,11 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pytest_dspark.evidence import utc_now, write_whole
 from pytest_dspark.plan import Plan
@@ -58,11 +60,19 @@ class KeptStore:
 
     def peek(self, plan: Plan) -> str | None:
         """The run id of a kept engine with this plan's fingerprint; None if there is none."""
+        body = self._body(plan)
+        return str(body["run"]) if body.get("fingerprint") == plan.fingerprint else None
+
+    def run_of(self, plan: Plan) -> str:
+        """The run id of a kept engine of this cluster and container, whatever its plan; empty if there is none."""
+        return str(self._body(plan).get("run", ""))
+
+    def _body(self, plan: Plan) -> Mapping[str, Any]:
         try:
             body = json.loads(self._path(plan).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return None
-        return str(body["run"]) if body.get("fingerprint") == plan.fingerprint else None
+            return {}
+        return body if isinstance(body, dict) else {}
 
     def claim(self, plan: Plan, run_id: str) -> bool:
         """Take the kept engine away from everybody else; False if somebody was faster."""

@@ -297,8 +297,11 @@ class Stage:
         """Whose engine this run uses, so that a run that resumes this one finds it."""
         engine = session.engine
         assert engine is not None
-        found = {"run": engine.run_id, "owned": engine.owned, "ranks": {str(n): i for n, i in engine.ids.items()}}
-        self._run.write(f"{session.mark}/engine.json", found)
+        self._write_engine(session, engine.run_id, engine.owned, engine.ids)
+
+    def _write_engine(self, session: Session, run_id: str, owned: bool, ids: Mapping[int, str]) -> None:
+        ranks = {str(rank): rank_id for rank, rank_id in ids.items()}
+        self._run.write(f"{session.mark}/engine.json", {"run": run_id, "owned": owned, "ranks": ranks})
 
     # --- the engine of the run that is resumed
 
@@ -306,7 +309,7 @@ class Stage:
         """Whether the engine that the resumed run left up was taken over and proven again. If it cannot be, it is stopped:
         its owner is dead, and only one engine may be up."""
         left, site = self._options.left.get(session.mark), session.site
-        if left is None or self._options.attach or self._kept.peek(session.plan):
+        if left is None or self._options.attach or self._kept.run_of(session.plan):
             return False
         assert site is not None
         if session.hold is None:
@@ -352,6 +355,7 @@ class Stage:
         session.not_adopted = why
         session.say(f"the engine of run {run_id} is stopped and a new one started: {why}")
         stopped = launch.stop(session.site, ids, run_id=run_id)
+        self._write_engine(session, self._run.run_id, True, {})  # what is started next is this run's own
         self._run.write(f"{session.mark}/left-stopped.json", {"run": run_id, "why": why, **stopped})
         for rank in ids:
             with suppress(FileNotFoundError):

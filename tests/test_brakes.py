@@ -67,15 +67,28 @@ def test_memory_under_the_floor_ends_the_check_and_the_engine(place, workers):
     assert rows["teardown"]["verdict"] == "PASS" and place.living() == []
 
 
-def test_a_host_that_stays_too_hot_brakes_even_an_engine_to_keep(place):
-    session = place.start("--dspark-keep", "-k", "launch or stream or json")
+LINGERS = """
+import time
+def pytest_runtest_logfinish(nodeid):
+    if "test_stream" in nodeid:
+        time.sleep(8)
+"""
+
+
+def test_a_host_that_stays_too_hot_brakes_at_once_even_an_engine_to_keep(place, monkeypatch):
+    (place.folder / "lingers.py").write_text(LINGERS)
+    monkeypatch.setenv("PYTHONPATH", str(place.folder))
+    session = place.start("--dspark-keep", "-p", "lingers", "-k", "launch or stream or json")
     session.wait_for("engine proven and ready")
     begun(session, "correctness.stream")
     pretend(place, 1, free_memory_gib=8, temperature_c=130)
+    session.wait_for("INFRA_RISK", seconds=30)
+    session.wait_for("nothing is left on", seconds=6)
+    assert place.living() == [] and session.process.poll() is None, "the engine lived on until the session ended"
     assert session.end() == 1
     row = {row["check"]: row for row in session.rows()}["correctness.stream"]
     assert row["code"] == "INFRA_RISK" and "pretended is at 130 °C" in row["message"], session.text[-3000:]
-    assert place.living() == [], "an engine on a host that is about to die was kept"
+    assert not list((place.out / "kept").glob("*.json")), "an engine on a host that is about to die was kept"
 
 
 def test_unreadable_brakes_never_and_is_null_with_the_reason(place):

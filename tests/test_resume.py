@@ -293,6 +293,15 @@ def test_an_engine_that_another_live_session_uses_is_left_alone(place):
     assert rows_by_check(second)["launch"]["code"] == "NAME_TAKEN" and place.living() == ranks
 
 
+def test_a_kept_engine_of_another_profile_is_left_alone(place):
+    first = place.run("--dspark-keep", "-k", "launch or json", mark="long1m or production")
+    ranks = place.living()
+    assert len(ranks) == 2 and rows_by_check(first)["launch"]["verdict"] == "PASS"
+    second = resume(first, "-k", "launch or json", mark="long1m or production")
+    assert {row["profile"]: row["code"] for row in second.rows() if row["check"] == "launch"}["long1m"] == "NAME_TAKEN"
+    assert "starting rank" not in second.text and place.living() == []
+
+
 # --- refused, each in one sentence, with nothing launched
 
 
