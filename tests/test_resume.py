@@ -5,14 +5,18 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from rehearsed import ROOT, Place
 
-from pytest_dspark.evidence import sealed, sealed_rows
+from pytest_dspark.errors import ConfigError
+from pytest_dspark.evidence import Case, new_run, sealed, sealed_rows
+from pytest_dspark.resume import Replay, Stored, take
 
 pytestmark = pytest.mark.timeout(150)
 KILLER = """
@@ -94,6 +98,36 @@ def rewrite(session, change):
 def edited_finding(row):
     if row["check"] == "correctness.json":
         row["finding"]["reply"]["text"] = '{"alpha": 99}'
+
+
+# --- without a session
+
+
+CASE = Case("B", "suites/test_x.py::test_x[p-1]", "x.1", "x", "p", "r", "f" * 16, settings="s")
+
+
+def test_other_settings_are_another_measurement_and_another_path_is_refused():
+    stored = Stored("A", "PASS", {}, "s", "t", 1.0, 1)
+    replay = Replay("A", Path("A"), {("p", "x.1", CASE.nodeid): stored}, {("p", "x.1", CASE.nodeid): 1})
+    assert replay.stored(CASE) is stored
+    assert replay.stored(replace(CASE, settings="other")) is None
+    assert replay.stored(replace(CASE, check="x.2", nodeid="suites/test_x.py::test_x[p-2]")) is None
+    assert replay.attempt("p", "x.1", CASE.nodeid) == 2 and replay.attempt("p", "x.2", "n") == 1
+    with pytest.raises(ConfigError, match="start pytest in the same folder"):
+        replay.stored(replace(CASE, nodeid="test_x.py::test_x[p-1]"))
+
+
+def test_a_run_is_taken_by_one_alone_and_only_when_nobody_works_for_it(tmp_path):
+    run, said = new_run(tmp_path), []
+    worker = run.hold()
+    with pytest.raises(ConfigError, match="still running, or another session resumes it"):
+        take(run.path, say=said.append, patience_s=0.3)
+    assert len(said) == 1
+    threading.Timer(0.5, os.close, [worker]).start()
+    first = take(run.path, say=said.append, patience_s=10)
+    with pytest.raises(ConfigError, match="still running"):
+        take(run.path, say=said.append, patience_s=0.3)
+    os.close(first)
 
 
 # --- after SIGKILL
@@ -224,7 +258,7 @@ def test_a_finished_run_is_judged_again_and_an_error_is_tried_again(place):
 
     def change(row):
         if row["check"] == "correctness.tool":
-            row.update(verdict="ERROR", code="SERVER_LOST", message="gone", finding=None)
+            row.update(verdict="ERROR", code="FOREIGN_TRAFFIC", message="void, though measured")
         if row["check"] == "correctness.retrieval":
             row.update(verdict="BLOCKED", code="BLOCKED", message="first cause", finding=None)
 
