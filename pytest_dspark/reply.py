@@ -40,8 +40,7 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
+class StreamEvent(NamedTuple):
     """What one event of a stream carried, `at_s` seconds after the first byte sent. Empty: nothing of that kind."""
 
     at_s: float

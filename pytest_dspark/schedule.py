@@ -6,7 +6,7 @@ its port as one JSON line and serves until its standard input closes. Standard l
 
 The path chooses the schedule: `/s/FIRST/GAP/EVENTS/TOKENS/v1/...` is EVENTS events of TOKENS tokens each, GAP seconds apart,
 the first FIRST seconds after the request has arrived; `/thinking/v1/...` is a role delta at 5 ms, an empty delta at 10 ms,
-reasoning at 1 s, content at 1.5 s, then 50 events 20 ms apart.
+reasoning at 1 s, content at 1.5 s, then 50 events 20 ms apart. `/metrics` has the counters of an engine.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ARRIVAL = getattr(socket, "SO_TIMESTAMPNS", 35)
 NAP_S = 0.0002  # the longest sleep while something is due soon; arrivals are stamped by the kernel meanwhile
 IDLE_S = 0.05
 WORD = " word"
+PROMPT = 100  # what every prompt is counted as
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -61,6 +62,7 @@ class Record:
     stamps: list[float] = field(default_factory=list)
     first_answer: float | None = None
     late: list[float] = field(default_factory=list)
+    finished: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +102,7 @@ def pieces(schedule: Sequence[Step], *, chat: bool) -> list[Piece]:
         for n, step in kept
     ]
     tokens = sum(step.tokens for step in schedule)
-    usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": 100 + tokens}
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": tokens, "total_tokens": PROMPT + tokens}
     tail = _chunk({"id": "x", "object": "chunk", "created": 1, "model": "m", "choices": [], "usage": usage})
     end = made[-1]
     made[-1] = Piece(end.at_s, end.data + tail + _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n", end.counts, end.answers)
@@ -201,6 +203,8 @@ class Server:
             self._reply(client, self._log())
             if method == "DELETE":
                 self._records.clear()
+        elif parts[-1] == "metrics":
+            self._text(client, metrics(self._records))
         elif method == "GET":
             self._reply(client, {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 1 << 20}]})
         else:
@@ -220,6 +224,7 @@ class Server:
         self._records.append(record)
         if not asked.get("stream"):
             self._reply(client, _whole(record.tokens, chat=chat))
+            self._records.remove(record)
             return
         client.pieces, client.next, client.record = made, 0, record
         self._put(client, HEAD)
@@ -246,6 +251,8 @@ class Server:
             client.next += 1
             if client.next < len(client.pieces):
                 self._plan(client)
+            else:
+                record.finished = True
 
     def _put(self, client: Client, data: bytes) -> bool:
         """Send all of it; a client that does not take what is sent is dropped."""
@@ -264,8 +271,11 @@ class Server:
         client.sock.close()
 
     def _reply(self, client: Client, body: dict[str, Any], status: bytes = b"200 OK") -> None:
-        data = json.dumps(body).encode()
-        head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (status, len(data))
+        self._text(client, json.dumps(body), b"application/json", status)
+
+    def _text(self, client: Client, text: str, kind: bytes = b"text/plain", status: bytes = b"200 OK") -> None:
+        data = text.encode()
+        head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (status, kind, len(data))
         client.sock.setblocking(True)
         self._put(client, head + data)
         if client.sock.fileno() >= 0:
@@ -289,6 +299,24 @@ class Server:
         }
 
 
+def metrics(records: Sequence[Record]) -> str:
+    """The counters of an engine, under vLLM's names, of what has been served; there is no prompt cache to hit."""
+    done = [record for record in records if record.finished]
+    spans = [record.stamps[-1] - record.stamps[0] for record in done]
+    firsts = [record.stamps[0] - record.arrival for record in done]
+    told = {
+        "request_success_total": len(done),
+        "prompt_tokens_total": PROMPT * len(done),
+        "generation_tokens_total": sum(record.tokens for record in done),
+        "prefix_cache_hits_total": 0,
+        "request_decode_time_seconds_sum": sum(spans),
+        "request_prefill_time_seconds_sum": sum(firsts),
+        "num_requests_running": len(records) - len(done),
+        "num_requests_waiting": 0,
+    }
+    return "".join(f"vllm:{name} {value}\n" for name, value in told.items())
+
+
 def _at(ordered: Sequence[float], share: float) -> float | None:
     """A quantile in milliseconds; None of nothing."""
     return ordered[int((len(ordered) - 1) * share)] * 1000 if ordered else None
@@ -299,7 +327,7 @@ def _whole(tokens: int, *, chat: bool) -> dict[str, Any]:
     said: dict[str, Any] = (
         {"message": {"role": "assistant", "content": WORD * tokens}} if chat else {"text": WORD * tokens}
     )
-    usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": 100 + tokens}
+    usage = {"prompt_tokens": PROMPT, "completion_tokens": tokens, "total_tokens": PROMPT + tokens}
     choice = {"index": 0, **said, "finish_reason": "length"}
     return {"id": "x", "object": "completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
 

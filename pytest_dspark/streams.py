@@ -195,8 +195,9 @@ class Loop:
             self._connect(ordered, streams, 0.0, len(ordered))
             start = self._limits.clock()
             while ordered or self._ready or self._open:
-                self._connect(ordered, streams, self._limits.clock() - start, BURST)
-                self._send(start)
+                if ordered or self._ready:
+                    self._connect(ordered, streams, self._limits.clock() - start, BURST)
+                    self._send(start)
                 self._read_all(self._sleep(ordered, start))
                 self._tick(len(ordered))
         finally:
@@ -236,6 +237,8 @@ class Loop:
 
     def _sleep(self, ordered: deque[Call], start: float) -> float:
         """Until the next request is due, one tick at most."""
+        if not (ordered or self._ready):
+            return TICK_S
         next_due = self._ready[0].call.due_s if self._ready else TICK_S * 1e9
         if ordered and self._places() > 0:
             next_due = min(next_due, ordered[0].due_s - AHEAD_S)

@@ -58,7 +58,7 @@ def test_a_real_calibration(monkeypatch):
     assert (found["concurrency"], found["reader"], found["row_gap_s"]) == (4, "loop", 0.07)
     assert found["gap_s"] == pytest.approx(0.5 / 115)
     assert found["events"] == 460
-    assert 0 < found["stamp_error_s"]["p50"] <= found["stamp_error_s"]["p99"] < 0.05
+    assert 0 < found["stamp_error_s"]["p50"] <= found["stamp_error_s"]["p99"] < 0.5
 
 
 def test_threads_are_calibrated_as_threads(monkeypatch):

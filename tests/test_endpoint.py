@@ -629,13 +629,13 @@ def test_logprobs_of_both_forms():
 
 def test_times_on_the_wire(way):
     """Waits before the first byte are no part of any time; a usage chunk is no token."""
-    steps = [0.1, delta(content="a"), 0.1, delta(content="b", finish_reason="stop"), 0.1, usage(2), DONE]
+    steps = [0.4, delta(content="a"), 0.4, delta(content="b", finish_reason="stop"), 0.4, usage(2), DONE]
     with Scripted((SSE, *steps)) as server:
         timing = ask(server, way=way).timing
-    assert timing.first_token_s == pytest.approx(0.1, abs=0.04)
-    assert timing.last_token_s == pytest.approx(0.2, abs=0.05)
-    assert timing.end_s == pytest.approx(0.3, abs=0.06)
-    assert timing.gaps[0] == pytest.approx(0.1, abs=0.03)
+    assert timing.first_token_s == pytest.approx(0.4, abs=0.19)
+    assert timing.last_token_s == pytest.approx(0.8, abs=0.19)
+    assert timing.end_s == pytest.approx(1.2, abs=0.19)
+    assert timing.gaps[0] == pytest.approx(0.4, abs=0.19)
     assert 0 < timing.wait_s < 0.5
 
 
