@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.errors import DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.metrics import Metrics
 
@@ -127,6 +128,18 @@ def told(job: Job, so_far: Progress, elapsed_s: float, curve: Curve | None) -> s
     )
 
 
+def hosts_text(readings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Free memory and highest temperature of each host that can be read, to be put behind a line."""
+    parts = []
+    for name, found in readings.items():
+        memory, heat = found["free_memory_gib"], found["temperature_c"]
+        said = ([f"{memory:.0f} GiB free"] if memory is not None else []) + (
+            [f"{heat:.0f} °C"] if heat is not None else []
+        )
+        parts += [f"{name} {' '.join(said)}"] if said else []
+    return f"; {', '.join(parts)}" if parts else ""
+
+
 def clock_text(seconds: float) -> str:
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
@@ -162,7 +175,7 @@ class StallRule:
 class Watcher:
     """Looks at the engine in a thread of its own while one request is in flight, and gives it up when it is stuck.
 
-    `before` is a reading from before the request was sent.
+    `before` is a reading from before the request was sent; `readings` gives what the hosts say of themselves.
     """
 
     def __init__(
@@ -175,11 +188,12 @@ class Watcher:
         stall_s: float,
         poll_s: float,
         curve: Curve | None = None,
+        readings: Callable[[], Mapping[str, Mapping[str, Any]]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._endpoint, self._job, self._live, self._curve, self._clock = endpoint, job, live, curve, clock
         self._rule, self._poll_s = StallRule(stall_s), poll_s
-        self._first = look_at(before, 0.0)
+        self._first, self._readings = look_at(before, 0.0), readings
         self._over = threading.Event()
         self.answering = False
         self.stuck = ""
@@ -194,11 +208,17 @@ class Watcher:
                 continue
             self.looks += 1
             self.last = progress(self._first, now, self._job)
-            self._live.show(told(self._job, self.last, now.at_s, self._curve))
+            self._live.show(told(self._job, self.last, now.at_s, self._curve) + self._hosts())
             self.stuck = self._rule.take(now)
             if self.stuck:
                 self._endpoint.close()
                 return
+
+    def _hosts(self) -> str:
+        try:
+            return hosts_text(self._readings())
+        except DsparkError:  # the controller is gone; the request itself will say so
+            return ""
 
     def stop(self) -> None:
         self._over.set()

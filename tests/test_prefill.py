@@ -16,6 +16,7 @@ from pytest_dspark.prefill import (
     StallRule,
     Watcher,
     fitted,
+    hosts_text,
     look_at,
     progress,
     seconds_left,
@@ -83,6 +84,16 @@ def test_the_line_says_what_moves():
     assert still == "needle.50pct: 1,000 tokens sent 1:02:05 ago, neither KV use nor the prompt counter has moved"
 
 
+def test_hosts_that_can_be_read_are_named():
+    readings = {
+        "spark-1": {"free_memory_gib": 11.6, "temperature_c": 71.2},
+        "spark-2": {"free_memory_gib": None, "temperature_c": 64.0},
+        "spark-3": {"free_memory_gib": None, "temperature_c": None},
+    }
+    assert hosts_text(readings) == "; spark-1 12 GiB free 71 °C, spark-2 64 °C"
+    assert hosts_text({}) == ""
+
+
 # --- stuck or slow
 
 
@@ -134,7 +145,8 @@ def test_the_watcher_gives_up_what_is_stuck_and_nothing_else(running, given_up):
     stream = io.StringIO()
     clock = itertools.count(0.0, 100.0)
     live = Live(stream, clock=lambda: next(clock))
-    watcher = Watcher(engine, JOB, live, before=engine.metrics(), stall_s=0.2, poll_s=0.02)
+    hot = {"spark-1": {"free_memory_gib": 3.0, "temperature_c": None}}
+    watcher = Watcher(engine, JOB, live, before=engine.metrics(), stall_s=0.2, poll_s=0.02, readings=lambda: hot)
     with watched(watcher):
         for _ in range(40):
             if engine.closed:
@@ -142,6 +154,7 @@ def test_the_watcher_gives_up_what_is_stuck_and_nothing_else(running, given_up):
             watcher._over.wait(0.02)
     assert engine.closed is given_up and bool(watcher.stuck) is given_up
     assert watcher.looks and "needle.50pct: 1,000 tokens sent" in stream.getvalue()
+    assert "; spark-1 3 GiB free" in stream.getvalue()
 
 
 def test_once_it_answers_nothing_is_stuck():

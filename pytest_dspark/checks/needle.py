@@ -275,6 +275,7 @@ def _sent(
         stall_s=options.stall_s,
         poll_s=options.poll_s,
         curve=prefill.fitted(finished_cells(settings.get("earlier", ()))),
+        readings=settings.get("readings", dict),
     )
     with prefill.watched(watcher):
         try:
