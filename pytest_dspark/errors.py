@@ -54,6 +54,7 @@ REMEDIES: Final[dict[str, str]] = {
     "CAPACITY_STALL": "the prompt was accepted and never scheduled; it is larger than the pool",
     "FOREIGN_TRAFFIC": "keep other clients off the engine while it is measured",
     "CACHE_WARM": "timed prompts must be new to the server; look for another client or a shared prefix",
+    "DRIFT": "let the engine settle, look at clocks, temperature and other load on the hosts, and measure again",
     "INFRA_RISK": "free memory on that host or cool it, then resume the run; the reading is in brake.json",
     # after
     "BLOCKED": "see the first cause",

@@ -19,6 +19,7 @@ from pytest_dspark.checks import resolve
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import Case
+from pytest_dspark.live import Live
 from pytest_dspark.plan import as_json, as_shell
 from pytest_dspark.recipe import LANES
 from pytest_dspark.runner import held, run_check
@@ -156,6 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None:
         if worker.get("dspark"):
             config.stash[STATE] = worker_state(worker["dspark"], options(config))
+            config.stash[STATE].live = _live(config)
     elif wanted_marks(config) and not config.getoption("collectonly"):
         _configure_controller(config)
 
@@ -163,6 +165,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
     _refuse_modes(config, given, marks)
+    live = _live(config)
     state = _usage(
         lambda: controller_state(
             given,
@@ -171,10 +174,10 @@ def _configure_controller(config: pytest.Config) -> None:
             resumed=option(config, "resume"),
             keep=_flag(config, "keep"),
             attach=_flag(config, "attach"),
-            say=_speaker(config),
+            say=live.line,
         )
     )
-    state.narrowed = _narrowed(config)
+    state.narrowed, state.live = _narrowed(config), live
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
@@ -232,12 +235,10 @@ def _junit_path(config: pytest.Config, state: State) -> Path:
     return Path(config.option.xmlpath)
 
 
-def _speaker(config: pytest.Config) -> Callable[[str], None]:
-    """Progress lines on the real stderr, through pytest's capture; silent with -q."""
-    if config.getoption("verbose") < 0:
-        return lambda text: None  # noqa: ARG005
-    stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
-    return lambda text: print(f"dspark: {text}", file=stream)
+def _live(config: pytest.Config) -> Live:
+    """Progress on the real stderr, through pytest's capture; silent with -q."""
+    quiet = config.getoption("verbose") < 0
+    return Live(None if quiet else os.fdopen(os.dup(2), "w", buffering=1, errors="replace"))
 
 
 def _install_signals(config: pytest.Config, state: State) -> None:
@@ -440,8 +441,10 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         resolve(case.check),
         state.settings(case.profile, case.lane),
         on_engine=partial(_arm_timeout, node),
+        live=state.live,
         replay=state.replay,
     )
+    state.live.clear()
     node.stash[ROW_WRITTEN] = True
     if result.status in (Status.ERROR, Status.BLOCKED, Status.CAPACITY):
         pytest.fail(str(result), pytrace=False)

@@ -12,6 +12,7 @@ from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, ConfigError, DsparkError
 from pytest_dspark.evidence import Case, RunFolder, Stopwatch, row, utc_now
+from pytest_dspark.live import Live
 from pytest_dspark.resume import Replay, Stored
 from pytest_dspark.verdict import Finding, Status, Verdict
 
@@ -35,6 +36,7 @@ def run_check(
     settings: Mapping[str, Any],
     *,
     on_engine: Callable[[], None] = lambda: None,
+    live: Live | None = None,
     replay: Replay | None = None,
 ) -> Verdict:
     """Measure and judge one check of one profile, and write its row before anything is raised or returned. What the
@@ -46,7 +48,7 @@ def run_check(
         return _written(run, row(case, verdict, None, started=utc_now(), elapsed_s=0.0), verdict)
     if stored:
         return _judged_again(run, case, check, settings, stored)
-    return _measured(stage, run, case, check, settings, on_engine)
+    return _measured(stage, run, case, check, settings, on_engine, live or Live())
 
 
 def _measured(
@@ -56,11 +58,12 @@ def _measured(
     check: Check,
     settings: Mapping[str, Any],
     on_engine: Callable[[], None],
+    live: Live,
 ) -> Verdict:
     watch = Stopwatch.started()
     finding: Finding | None = None
     try:
-        finding = _measure(stage, run, case, check, settings, on_engine)
+        finding = _measure(stage, run, case, check, settings, on_engine, live)
         verdict = check.judge(finding, settings)
     except DsparkError as error:
         verdict = verdict_of(_cause(stage, case, check, error))
@@ -106,12 +109,13 @@ def _measure(
     check: Check,
     settings: Mapping[str, Any],
     on_engine: Callable[[], None],
+    live: Live,
 ) -> Finding:
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
         _begin(run, case)
-        return check.measure(endpoint, settings=settings)
+        return check.measure(endpoint, settings=settings, live=live)
 
 
 def _begin(run: RunFolder, case: Case) -> None:

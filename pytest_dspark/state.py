@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import Case, RunFolder, default_root, digest, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
+from pytest_dspark.live import Live
 from pytest_dspark.plan import Plan
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
@@ -40,6 +41,7 @@ class State:
     interrupted: bool = False
     narrowed: bool = False
     ending: bool = False
+    live: Live = field(default_factory=Live)
     replay: Replay | None = None
     holds: tuple[int, ...] = ()
 
