@@ -1,9 +1,6 @@
 """Sessions of the needle lane against emulated ranks: a million tokens, a pool that is too small, and each fault."""
 
-import os
 import re
-import signal
-import time
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -98,33 +95,6 @@ def test_a_dead_rank_is_named_and_not_the_model(tmp_path):
     assert session.process.returncode == 1 and (row["verdict"], row["code"]) == ("ERROR", "RANK_EXITED"), row
     assert "needle.90pct of 141,631 tokens, done" in row["message"]
     assert not {row["verdict"] for row in session.rows()} & {"FAIL", "TOKEN_LIMIT"}
-
-
-def test_killed_in_the_second_cell_then_resumed(tmp_path):
-    """The first cell is not measured again, and JUnit says which run measured what."""
-    place, profile = small(tmp_path, window=157_432)
-    slow = {"REHEARSAL_TIME": "0.001", "REHEARSAL_SPEED": "100"}
-    place.env = (slow, slow)
-    try:
-        first = place.start(profile, mark="long1m")
-        first.wait_for("needle.25pct: 39,342 tokens answered", 120.0)
-        time.sleep(2.0)  # the second cell takes eight
-        first.process.kill()
-        first.process.wait()
-        assert set(needles(first)) == {"needle.25pct"} and first.run_json()["status"] == "incomplete"
-        second = run(place, profile, f"--dspark-resume={first.folder.name}")
-    finally:
-        for pid in place.living():
-            os.kill(pid, signal.SIGKILL)
-    assert second.process.returncode == 0, second.text[-3000:]
-    assert verdicts(second) == [("PASS", None)] * 3 and "needle.25pct:" not in second.text
-    assert needles(second)["needle.25pct"]["finding"] == needles(first)["needle.25pct"]["finding"]
-    told = {}
-    for case in ET.parse(second.folder / "junit.xml").getroot().iter("testcase"):
-        names = {one.get("name"): one.get("value") for one in case.iter("property")}
-        told[names["dspark_case"].partition("/")[2]] = names["dspark_measured_in"]
-    runs = [told[cell] for cell in CELLS]
-    assert runs == [first.folder.name, second.folder.name, second.folder.name]
 
 
 def test_a_deadline_below_the_floor_is_refused_before_anything_is_launched(tmp_path):
