@@ -24,7 +24,7 @@ class Answers:
     def __init__(self, *outputs: Output | HostError) -> None:
         self.outputs, self.asked = list(outputs), []
 
-    def read(self, argv: list[str], *, timeout: float) -> Output:  # noqa: ARG002
+    def read(self, argv: list[str], *, timeout: float) -> Output:
         self.asked.append(argv)
         given = self.outputs.pop(0) if len(self.outputs) > 1 else self.outputs[0]
         if isinstance(given, HostError):

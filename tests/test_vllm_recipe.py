@@ -28,7 +28,9 @@ def host(gpu: int) -> dict[str, object]:
 def made(profile: str = "gpu-smollm2"):
     recipe = load_recipe(ROOT / "recipe" / "vllm-process.toml")
     cluster = cluster_from({"name": "gpu", "port": 8888, "master_port": 29512, "host": [host(0), host(1)]}, source="t")
-    return plan(load_profile(ROOT / "profiles" / f"{profile}.env"), recipe, cluster, mark="production", python="python3")
+    return plan(
+        load_profile(ROOT / "profiles" / f"{profile}.env"), recipe, cluster, mark="production", python="python3"
+    )
 
 
 def ranks(one, logs: tuple[str, str]) -> list[Rank]:
@@ -92,7 +94,9 @@ def test_the_gate_reads_mode_none_and_full_decode_only_from_real_logs():
         "engine-config on rank 1: a headless rank of stock vLLM prints no engine configuration"
     ]
     seen = {(row["what"], row["rank"]) for row in report.findings["markers"].data["comparisons"]}
-    assert seen >= {(f"log marker {name}", rank) for name in ("compile-off", "graph-capture", "world") for rank in (0, 1)}
+    assert seen >= {
+        (f"log marker {name}", rank) for name in ("compile-off", "graph-capture", "world") for rank in (0, 1)
+    }
 
 
 @needs_logs

@@ -142,7 +142,7 @@ def agree(found: Mapping[str, float] | None, pairs: int) -> bool:
     """The interval of the difference holds 0 or lies within ±2 %, from at least five pairs."""
     if found is None or pairs < LEAST_PAIRS or not all(math.isfinite(value) for value in found.values()):
         return False
-    return found["low"] <= 0 <= found["high"] or (-WITHIN <= found["low"] and found["high"] <= WITHIN)
+    return found["low"] <= 0 <= found["high"] or (found["low"] >= -WITHIN and found["high"] <= WITHIN)
 
 
 def alike(pair: Mapping[str, Any]) -> bool:
@@ -158,9 +158,7 @@ def judged(pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows = [pair for pair in pairs if pair["level"] == level and pair["round"] > 0]
         figures = {name: _figure([pair for pair in rows if alike(pair)], name) for name in FIGURES}
         levels[f"c{level}"] = {"pairs": len(rows), "alike": sum(map(alike, rows)), **figures}
-    good = [
-        one["alike"] == one["pairs"] and all(one[name]["agree"] for name in JUDGED) for one in levels.values()
-    ]
+    good = [one["alike"] == one["pairs"] and all(one[name]["agree"] for name in JUDGED) for one in levels.values()]
     complete = {f"c{level}" for level in LEVELS} == set(levels)
     return {"verdict": "AGREE" if complete and all(good) else "DIFFER", "judged": list(JUDGED), "levels": levels}
 
@@ -226,12 +224,17 @@ def main() -> int:
 
 def table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
-    lines = ["| level | figure | ours | vllm bench serve | difference, 95 % interval | agree |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| level | figure | ours | vllm bench serve | difference, 95 % interval | agree |",
+        "|---|---|---|---|---|---|",
+    ]
     for level, one in result["levels"].items():
         for name in FIGURES:
             figure = one[name]
             found = figure["interval"]
-            shown = f"{found['mean']:+.2f} % ({found['low']:+.2f} to {found['high']:+.2f})" if found else "too few pairs"
+            shown = (
+                f"{found['mean']:+.2f} % ({found['low']:+.2f} to {found['high']:+.2f})" if found else "too few pairs"
+            )
             both = " | ".join("-" if figure[who] is None else f"{figure[who]:.2f}" for who in ("ours", "peer"))
             verdict = ("yes" if figure["agree"] else "no") if name in JUDGED else "not judged"
             lines.append(f"| {level} ({one['alike']} pairs) | {name} | {both} | {shown} | {verdict} |")

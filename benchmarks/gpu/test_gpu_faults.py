@@ -126,7 +126,9 @@ def sessions() -> Iterator[list[Session]]:
 
 def stop(session: Session) -> None:
     command = [sys.executable, "-m", "pytest_dspark.cli", "stop", "--cluster", str(CLUSTER)]
-    subprocess.run([*command, "--out", str(session.out), "--run", session.folder.name], cwd=ROOT, check=True, timeout=90)
+    subprocess.run(
+        [*command, "--out", str(session.out), "--run", session.folder.name], cwd=ROOT, check=True, timeout=90
+    )
 
 
 @pytest.mark.parametrize(("who", "keep"), [("worker", "kept"), ("parent", "parent")])
@@ -134,9 +136,7 @@ def test_a_process_of_rank_1_is_killed_in_a_stream(who: str, keep: str, sessions
     """The first case uses the engine that the comparison kept, if it did; it is proven again in any case."""
     recipe = PLACE / "recipe" / "vllm-process.toml"
     chosen = "launch or test_stream or arithmetic or teardown"
-    session = Session(
-        f"kill-{who}", "-k", chosen, "--dspark-recipe", str(recipe), out=PLACE / "evidence" / keep
-    )
+    session = Session(f"kill-{who}", "-k", chosen, "--dspark-recipe", str(recipe), out=PLACE / "evidence" / keep)
     sessions.append(session)
     session.wait_for("engine proven and ready", 300)
     time.sleep(2)
@@ -150,7 +150,11 @@ def test_a_process_of_rank_1_is_killed_in_a_stream(who: str, keep: str, sessions
     print(f"noticed {noticed:.2f} s after the kill of {victim} ({both[victim]}); still there: {marked('gpu-1')}")
     assert session.end() == 1, session.text[-3000:]
     rows = session.rows()
-    print(json.dumps({check: [row["verdict"], row["code"], row["message"][:300]] for check, row in rows.items()}, indent=1))
+    print(
+        json.dumps(
+            {check: [row["verdict"], row["code"], row["message"][:300]] for check, row in rows.items()}, indent=1
+        )
+    )
     stream = rows["correctness.stream"]
     assert (stream["verdict"], stream["code"] in ("RANK_EXITED", "PROCESS_LOST")) == ("ERROR", True), stream
     assert "rank 1 (gpu-1)" in stream["message"]
@@ -178,8 +182,14 @@ def test_compilation_on_is_refused_by_a_profile_that_pins_it_off(sessions: list[
     assert rows["gate.compilation"]["verdict"] == "ERROR"
     gate = json.loads((second.folder / "production" / "runtime-gate.json").read_text())
     logged = [one for one in gate["requirements"]["compilation"]["comparisons"] if "engine logged" in one["what"]]
-    assert [one["found"]["mode"] for one in logged] == [3], "the engine's own log line must say so, not the command line alone"
-    missing = [one["rank"] for one in gate["requirements"]["markers"]["comparisons"] if "compile-off" in one["what"] and not one["found"]]
+    assert [one["found"]["mode"] for one in logged] == [3], (
+        "the engine's own log line must say so, not the command line alone"
+    )
+    missing = [
+        one["rank"]
+        for one in gate["requirements"]["markers"]["comparisons"]
+        if "compile-off" in one["what"] and not one["found"]
+    ]
     assert missing == [0, 1]
     stop(first)
     assert_all_back()
