@@ -92,6 +92,12 @@ def gpus() -> dict[str, int]:
     return {index.strip(): int(used) for index, used in (line.split(",") for line in lines)}
 
 
+def engines() -> list[int]:
+    """Processes that look like vLLM, whoever started them."""
+    lines = subprocess.run(["ps", "-eo", "pid,args"], check=True, capture_output=True, text=True, timeout=30).stdout
+    return [int(line.split()[0]) for line in lines.splitlines() if re.search(r"VLLM::|vllm\.entrypoints", line)]
+
+
 def machine() -> dict[str, object]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     names = subprocess.run(query, check=False, capture_output=True, text=True, timeout=30).stdout.splitlines()
@@ -101,6 +107,7 @@ def machine() -> dict[str, object]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpus": names,
         "used_mib": gpus(),
+        "engines": engines(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),

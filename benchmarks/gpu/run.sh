@@ -7,7 +7,8 @@ here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$(dirname "$here")"); cd "$
 part=${1:?usage: run.sh PART}
 VL=${VL:-/tmp/vl}; SITE=${SITE:-/tmp/site}; PYTHON=${PYTHON:-python3}; OUT=${OUT:-/tmp/dspark-gpu-out}
 export DSPARK_GPU=${DSPARK_GPU:-/tmp/dspark-gpu} PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONUNBUFFERED=1
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# $VL/tools: pytest and its plugins in versions of our own, where `setup` found them beside the parts.
+export PYTHONPATH="$root:$VL/tools${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT" "$DSPARK_GPU"; begin=$SECONDS; log=$DSPARK_GPU/$part.log
 unset CC CXX
 # Plugins by name: what else is installed there neither loads nor warns.
@@ -35,7 +36,9 @@ run() {
 case $part in
 setup)
   # Compiled once here, or each of twelve processes compiles for itself.
-  run 240 bash -c "bash $VL/c5/unpack.sh && $PYTHON -m compileall -q -j 0 $SITE >/dev/null; \
+  run 240 bash -c "set -e; bash $VL/c5/unpack.sh
+    [ ! -d $VL/c5/py ] || $PYTHON -m pip install -q --no-index --no-deps --no-compile --target $VL/tools $VL/c5/py/*.whl
+    $PYTHON -m compileall -q -j 0 $SITE >/dev/null || true
     $PYTHON $here/machine.py --site $SITE --model $VL/model --out $DSPARK_GPU" ;;
 production)
   run 400 "${pytest[@]}" -p pytest_dspark.plugin suites -m production --dspark-cluster "$DSPARK_GPU/cluster.toml" \
