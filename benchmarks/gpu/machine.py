@@ -13,6 +13,7 @@ SITE is where vLLM is installed (`pip install --target`), MODEL the model's fold
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -31,7 +32,18 @@ ROOT = Path(__file__).parents[2]
 RANKS = 2
 STREAM_TOKENS = 6000
 # What the machine sets for its own CUDA software (multicast switched off among it) reaches the ranks as it is.
-MACHINE = ("CUDA_", "CUDNN_", "NCCL_", "NVIDIA_", "NVSHMEM_", "TORCH_", "TRITON_")
+MACHINE = (
+    "CPATH",
+    "CUDA_",
+    "CUDNN_",
+    "C_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "NCCL_",
+    "NVIDIA_",
+    "NVSHMEM_",
+    "TORCH_",
+    "TRITON_",
+)
 OURS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
@@ -94,8 +106,12 @@ def gpus() -> dict[str, int]:
 
 def engines() -> list[int]:
     """Processes that look like vLLM, whoever started them."""
-    lines = subprocess.run(["ps", "-eo", "pid,args"], check=True, capture_output=True, text=True, timeout=30).stdout
-    return [int(line.split()[0]) for line in lines.splitlines() if re.search(r"VLLM::|vllm\.entrypoints", line)]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if re.search(rb"VLLM::|vllm\.entrypoints", path.read_bytes()):
+                found.append(int(path.parent.name))
+    return found
 
 
 def machine() -> dict[str, object]:

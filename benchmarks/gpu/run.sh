@@ -28,20 +28,23 @@ leftovers() {  # what a part that was killed left up is named and stopped, run b
   done
 }
 trap ended EXIT
-# INT first: an orderly stop of the ranks; then a minute; then KILL.
+# INT first: an orderly stop of the ranks; then a minute; then KILL. CALL_ENDS (seconds since 1970) shortens every bound.
 run() {
-  local limit=$1; shift
+  local limit=$1 left; shift
+  left=$((${CALL_ENDS:-9999999999} - $(date +%s) - 75))
+  [ "$left" -lt "$limit" ] && limit=$left
+  [ "$limit" -ge 45 ] || { echo "run.sh: $part: no time left, not run"; return 3; }
   timeout -s INT -k 60 "$limit" "$@" 2>&1 | tee "$log"
 }
 case $part in
 setup)
   # Compiled once here, or each of twelve processes compiles for itself.
-  run 240 bash -c "set -e; bash $VL/c5/unpack.sh
+  run 140 bash -c "set -e; bash $VL/c5/unpack.sh
     [ ! -d $VL/c5/py ] || $PYTHON -m pip install -q --no-index --no-deps --no-compile --target $VL/tools $VL/c5/py/*.whl
     $PYTHON -m compileall -q -j 0 $SITE >/dev/null || true
     $PYTHON $here/machine.py --site $SITE --model $VL/model --out $DSPARK_GPU" ;;
 production)
-  run 400 "${pytest[@]}" -p pytest_dspark.plugin suites -m production --dspark-cluster "$DSPARK_GPU/cluster.toml" \
+  run 430 "${pytest[@]}" -p pytest_dspark.plugin suites -m production --dspark-cluster "$DSPARK_GPU/cluster.toml" \
     --dspark-out "$DSPARK_GPU/evidence/production" ;;
 long1m)
   run 330 "${pytest[@]}" -p pytest_dspark.plugin suites -m long1m --dspark-cluster "$DSPARK_GPU/cluster.toml" \
@@ -54,7 +57,7 @@ compare)
     $PYTHON $here/compare.py --url http://127.0.0.1:8888 --model smollm2 --tokenizer $VL/model \
     --python 'env PYTHONPATH=$SITE HF_HUB_OFFLINE=1 $PYTHON' --out $DSPARK_GPU/compare.json --budget-s ${BUDGET_S:-150}" ;;
 faults-worker) run 330 "${pytest[@]}" -s "$here/test_gpu_faults.py" -k worker ;;
-faults-parent) run 270 "${pytest[@]}" -s "$here/test_gpu_faults.py" -k parent ;;
+faults-parent) run 330 "${pytest[@]}" -s "$here/test_gpu_faults.py" -k parent ;;
 compiled) run 330 "${pytest[@]}" -s "$here/test_gpu_faults.py" -k compilation ;;
 *) echo "run.sh: unknown part $part"; exit 2 ;;
 esac
