@@ -14,7 +14,8 @@ from typing import Any
 from pytest_dspark.cluster import Host, HostEntry
 from pytest_dspark.errors import DsparkError
 
-QUERY = ("nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
+# A wedged driver hangs nvidia-smi: it is ended on the host itself, since a given-up ssh command would go on there.
+QUERY = ("timeout", "-k", "1", "15", "nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
 SETTLE_S = 10.0
 LOOK_S = 0.5
 MOST_MIB = 256

@@ -15,7 +15,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from pytest_dspark import recorder, selection, setup
-from pytest_dspark.checks import lane_of, resolve
+from pytest_dspark.checks import resolve
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import Case
@@ -58,6 +58,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "endpoint",
         {"metavar": "URL", "help": "ask this running OpenAI-compatible server; nothing is launched, never publishable"},
+    ),
+    (
+        "resume",
+        {
+            "metavar": "RUN",
+            "help": "id or folder of an earlier run: what it finished is judged again, only the rest is measured",
+        },
     ),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
 )
@@ -164,6 +171,7 @@ def _configure_controller(config: pytest.Config) -> None:
             given,
             marks,
             out=option(config, "out"),
+            resumed=option(config, "resume"),
             keep=_flag(config, "keep"),
             attach=_flag(config, "attach"),
             say=live.line,
@@ -197,6 +205,10 @@ def _refuse_modes(config: pytest.Config, given: setup.Options, marks: tuple[str,
     if given.cluster and given.endpoint:
         raise pytest.UsageError(
             "--dspark-cluster and --dspark-endpoint exclude each other: one launches, the other does not"
+        )
+    if option(config, "resume") and given.endpoint:
+        raise pytest.UsageError(
+            "--dspark-resume and --dspark-endpoint exclude each other: nothing proves that the same engine answers"
         )
     if _flag(config, "keep") and _flag(config, "attach"):
         raise pytest.UsageError(
@@ -274,10 +286,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         for name, _ in _OPTIONS
         if option(config, name)
     ]
+    resumed = [f"dspark: resumes run {state.replay.run_id}"] if state.replay else []
     lines = [f"{mark}={made.profile.name} fingerprint {made.fingerprint}" for mark, made in state.plans.items()]
     return [
         f"dspark: run {state.run.run_id}, recipe {state.recipe.name}, {', '.join(sources)}",
         f"dspark: {', '.join(lines)}",
+        *resumed,
     ]
 
 
@@ -334,6 +348,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.user_properties += [
             ("dspark_case", f"{case.profile}/{case.check}"),
             ("dspark_run", case.run),
+            ("dspark_measured_in", state.measured_in(case)),
             ("dspark_profile", case.profile),
             ("dspark_recipe", case.recipe),
             ("dspark_fingerprint", case.fingerprint),
@@ -341,16 +356,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _case(item: pytest.Item, state: State) -> Case:
-    profile, check = profile_of(item), check_of(item)
-    return Case(
-        run=state.run.run_id,
-        nodeid=item.nodeid,
-        check=check,
-        lane=lane_of(check),
-        profile=profile,
-        recipe=state.recipe.name,
-        fingerprint=state.plans[profile].fingerprint,
-    )
+    return state.case(item.nodeid, profile_of(item), check_of(item))
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
@@ -433,9 +439,10 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         state.run,
         case,
         resolve(case.check),
-        state.settings(case),
+        {**state.settings(case.profile, case.lane), **state.here(case.profile)},
         on_engine=partial(_arm_timeout, node),
         live=state.live,
+        replay=state.replay,
     )
     state.live.clear()
     node.stash[ROW_WRITTEN] = True

@@ -159,6 +159,14 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Brakes:
+    """When a running check is ended before its host dies; None is no brake. GiB of MemAvailable, and °C."""
+
+    least_free_memory_gib: float | None = None
+    most_temperature_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pins:
     """The identity that is expected. An empty string is not pinned (and then never publishable)."""
 
@@ -174,6 +182,43 @@ class Pins:
     manifest_sha256: str = ""
     manifest_target: str = ""
     image_store: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """`[checks.needle]`: how the cells of the needle-in-a-haystack lane are built, sent and bounded.
+
+    `reserve` tokens of the window are kept free; they are the answer's budget unless `max_tokens` is less. There is one
+    needle at each share of `positions`. `needle` and `decoy` are sentences with {code} and perhaps {label}; `question`
+    may name {labels}. `code` is the shape of a code: A is any letter, 0 any digit. `send` is `ids` (/v1/completions) or
+    `chat` (text). `filler` names a text file, `filler_sha256` what it must be; without one prose is generated from `seed`.
+    `tokenizer` names a tokenizer.json. `deadline_s` bounds one cell and must not be below `deadline_floor_s`; a prompt that
+    is not scheduled for `stall_s` ends; the engine is looked at every `poll_s`.
+    """
+
+    needle: str
+    question: str
+    decoy: str = ""
+    code: str = "AAAA-00000"
+    decoys: int = 2
+    positions: tuple[float, ...] = (0.5,)
+    reserve: int = 64
+    max_tokens: int = 0
+    thinking: bool | None = None
+    send: str = "ids"
+    filler: str = ""
+    filler_sha256: str = ""
+    seed: int = 1
+    tokenizer: str = ""
+    deadline_s: float = 43200.0
+    deadline_floor_s: float = 43200.0
+    stall_s: float = 300.0
+    poll_s: float = 5.0
+
+    @property
+    def budget(self) -> int:
+        """Tokens that an answer may take."""
+        return self.max_tokens or self.reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +245,7 @@ class Recipe:
     markers: tuple[Marker, ...]
     canaries: tuple[Canary, ...]
     launch: Launch
+    brakes: Brakes
     compilation: str
     checks: Mapping[str, Mapping[str, Any]]
 
@@ -308,6 +354,7 @@ _TOP_KEYS = frozenset(
         "marker",
         "canary",
         "launch",
+        "brakes",
         "compilation",
         "checks",
     ]
@@ -339,10 +386,13 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         markers=tuple(_marker(table, f"{where}: marker {n}") for n, table in enumerate(data.get("marker", ()), 1)),
         canaries=tuple(_canary(table, f"{where}: canary {n}") for n, table in enumerate(data.get("canary", ()), 1)),
         launch=_build(Launch, data.get("launch", {}), f"{where}: launch"),
+        brakes=_brakes(_table(data, "brakes", where), f"{where}: brakes"),
         compilation=data.get("compilation", ""),
         checks=data.get("checks", {}),
     )
     _check_names(recipe, where)
+    if "needle" in recipe.checks:
+        needle_of(recipe.checks["needle"], f"{where}: checks.needle")
     return recipe
 
 
@@ -391,7 +441,7 @@ def _build(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
     _known(table, names, where)
     for key, value in table.items():
         default = names[key].default
-        if isinstance(default, (bool, float, str)) and not _like(value, default):
+        if isinstance(default, (bool, int, float, str)) and not _like(value, default):
             kind_name = type(default).__name__
             raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be {kind_name}, found {value!r}")
     try:
@@ -405,6 +455,18 @@ def _like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
+
+
+def _brakes(table: Mapping[str, Any], where: str) -> Brakes:
+    """Limits between what would never and what would always brake; a mistyped unit is refused here."""
+    for key, least, most in (("least_free_memory_gib", 0.0, 1024.0), ("most_temperature_c", 30.0, 150.0)):
+        value = table.get(key, most / 2)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and least < value < most):
+            raise ConfigError(
+                "RECIPE_INVALID", f"{where}: {key} must be a number above {least:g} and below {most:g}, found {value!r}"
+            )
+    return _build(Brakes, table, where)
 
 
 def _groups(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
@@ -489,6 +551,52 @@ def _canary(table: dict[str, Any], where: str) -> Canary:
     if canary.kind == "number" and not re.fullmatch(r"-?\d+(\.\d+)?", canary.expect):
         raise ConfigError("RECIPE_INVALID", f"{where}: expect must be a number, found {canary.expect!r}")
     return canary
+
+
+def needle_of(table: Mapping[str, Any], where: str) -> Needle:
+    """The options of the needle lane, checked. Raises RECIPE_INVALID."""
+    given = table.get("positions", ())
+    lists = (
+        {"positions": tuple(given) if isinstance(given, (list, tuple)) else (given,)} if "positions" in table else {}
+    )
+    needle = _build(Needle, {**table, **lists}, where)
+    for good, text in _needle_rules(needle):
+        if not good:
+            raise ConfigError("RECIPE_INVALID", f"{where}: {text}")
+    return needle
+
+
+def _needle_rules(needle: Needle) -> Iterator[tuple[bool, str]]:
+    told = isinstance(needle.needle, str) and isinstance(needle.question, str)
+    yield told, f"needle and question must be texts, found {needle.needle!r} and {needle.question!r}"
+    yield "{code}" in needle.needle, f"needle must hold {{code}}, found {needle.needle!r}"
+    yield bool(needle.question.strip()), "question must be a text"
+    yield (
+        bool(re.search("0", needle.code)),
+        f"code must hold a digit (0), or it could stand in prose; found {needle.code!r}",
+    )
+    yield needle.send in ("ids", "chat"), f"send must be ids or chat, found {needle.send!r}"
+    known = all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in needle.positions)
+    yield len(needle.positions) > 0, "positions must name at least one needle"
+    yield (
+        known and 0 < len(needle.positions) + needle.decoys <= 12,
+        "positions are shares from 0 to 1, at most 12 with decoys",
+    )
+    apart = needle.decoys == 0 or "{label}" in needle.needle or needle.decoy not in ("", needle.needle)
+    yield apart, "decoys need a needle with {label}, or a decoy sentence of their own"
+    yield needle.decoys == 0 or "{code}" in (needle.decoy or needle.needle), "decoy must hold {code}"
+    yield len(needle.positions) == 1 or "{labels}" in needle.question, "several needles need a question with {labels}"
+    yield needle.reserve > 0 <= needle.max_tokens, f"reserve must be above 0, found {needle.reserve}"
+    yield (
+        needle.max_tokens <= needle.reserve,
+        f"max_tokens is {needle.max_tokens}, more than the reserve of {needle.reserve}",
+    )
+    yield (
+        needle.deadline_s >= needle.deadline_floor_s,
+        f"deadline_s is {needle.deadline_s:g}, the floor is {needle.deadline_floor_s:g}: a cell that is given up halfway costs all of it",
+    )
+    yield needle.stall_s > 0 < needle.poll_s, "stall_s and poll_s must be above 0"
+    yield not needle.filler or bool(needle.filler_sha256), "filler needs filler_sha256"
 
 
 def placeholders(text: str) -> Iterator[str]:

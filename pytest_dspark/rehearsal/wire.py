@@ -17,7 +17,8 @@ ALTERNATIVES = (" the", " a", ",", ".", " and", " of", " to", " in", " is", "\n"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One generation as the API sees it. `logprobs` is the number of alternatives, None if none are asked."""
+    """One generation as the API sees it. `logprobs` is the number of alternatives, None if none are asked; `miscount` is added to
+    the prompt tokens of the usage."""
 
     ident: str
     created: int
@@ -30,6 +31,7 @@ class Job:
     logprobs: int | None
     calls_end_as_tools: bool
     cache_details: bool
+    miscount: int = 0
 
 
 def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def stream_error(message: str) -> str:
 
 
 def usage(job: Job) -> dict[str, Any]:
-    prompt, generated, cached = job.sequence.prompt_tokens, job.sequence.generated, job.sequence.cached
+    prompt, generated, cached = job.sequence.prompt_tokens + job.miscount, job.sequence.generated, job.sequence.cached
     details = {"cached_tokens": cached, "created_cache_tokens": prompt - cached} if job.cache_details else None
     return {
         "prompt_tokens": prompt,
