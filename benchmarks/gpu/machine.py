@@ -49,6 +49,10 @@ OURS = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "OMP_NUM_THREADS": "4",
     "PYTHONUNBUFFERED": "1",
+    # Multicast over NVLink stays off: where a host's GPUs are shared, it can put them out of service.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 
 
