@@ -15,6 +15,7 @@ from typing import Any
 from pytest_dspark.cluster import RUN_LABEL, Host, HostEntry, HostFacts, ImageFacts, RankSpec, RankState
 from pytest_dspark.errors import DsparkError, HostError, LaunchError
 from pytest_dspark.evidence import work_tree
+from pytest_dspark.gpus import Gpus, read_gpus
 from pytest_dspark.plan import Plan
 
 
@@ -25,6 +26,7 @@ class Seen:
     hosts: Mapping[str, HostFacts]
     images: Mapping[str, ImageFacts]
     wrapper: Mapping[str, Any]
+    gpus: Mapping[str, Gpus]
     not_observable: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -32,6 +34,7 @@ class Seen:
             "hosts": {name: _fields(facts) for name, facts in self.hosts.items()},
             "images": {name: _fields(image) | {"labels": dict(image.labels)} for name, image in self.images.items()},
             "wrapper": dict(self.wrapper),
+            "gpus": {name: gpus.as_json() for name, gpus in self.gpus.items()},
             "not_observable": list(self.not_observable),
         }
 
@@ -58,10 +61,12 @@ def preflight(
     if problems:
         more = "".join(f"; also: {problem.message}" for problem in problems[1:])
         raise LaunchError(problems[0].code, problems[0].message + more)
-    return Seen(facts, images, wrapper, tuple(_unseen(plan)))
+    gpus = {entry.name: read_gpus(hosts[entry.name], entry) for entry in plan.cluster.hosts if launching}
+    return Seen(facts, images, wrapper, gpus, tuple(_unseen(plan, gpus)))
 
 
-def _unseen(plan: Plan) -> Iterator[str]:
+def _unseen(plan: Plan, gpus: Mapping[str, Gpus]) -> Iterator[str]:
+    yield from (f"GPU memory: {seen.reason}" for seen in gpus.values() if seen.reason)
     for entry in plan.cluster.hosts:
         if entry.process:
             yield f"{entry.name}: a process host has no container image; its bundle stands for it"
