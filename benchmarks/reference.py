@@ -48,43 +48,48 @@ def request(url: str, user: str) -> bytes:
     return head.encode() + data
 
 
-def begin(url: str, user: str, epoll: select.epoll) -> Stream:
+def begin(address: tuple[str, int], user: str, data: bytes) -> Stream:
     """Connect, then stamp and send."""
-    parts, data = urlsplit(url), request(url, user)
-    sock = socket.create_connection((parts.hostname, parts.port))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    stream = Stream(user, sock)
+    stream = Stream(user, socket.socket())
+    stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.sock.connect(address)
     stream.start = time.monotonic()
-    sock.sendall(data)
-    sock.setblocking(False)
-    epoll.register(sock, select.EPOLLIN)
+    stream.sock.sendall(data)
+    stream.sock.setblocking(False)
     return stream
 
 
 def run(url: str, concurrency: int, requests: int) -> list[Stream]:
-    """All streams, finished. Raises TimeoutError when nothing comes for a minute."""
-    epoll, streams, done = select.epoll(), {}, []
-    waiting = iter(range(requests))
+    """All streams, finished. It looks at what has arrived after each request that it sends.
 
-    def more(count: int) -> None:
-        for _, number in zip(range(count), waiting, strict=False):
-            stream = begin(url, f"r{number}", epoll)
+    Raises TimeoutError when nothing comes for a minute.
+    """
+    parts = urlsplit(url)
+    waiting = [(f"r{number}", request(url, f"r{number}")) for number in reversed(range(requests))]
+    epoll = select.epoll()
+    streams: dict[int, Stream] = {}
+    done: list[Stream] = []
+    while waiting or streams:
+        if waiting and len(streams) < concurrency:
+            stream = begin((parts.hostname or "", parts.port or 80), *waiting.pop())
             streams[stream.sock.fileno()] = stream
-
-    more(min(concurrency, requests))
-    while streams:
-        ready = epoll.poll(SILENCE_S)
-        if not ready:
+            epoll.register(stream.sock, select.EPOLLIN)
+        more = bool(waiting) and len(streams) < concurrency
+        ready = epoll.poll(0 if more else SILENCE_S)
+        if not ready and not more:
             raise TimeoutError(f"{url}: nothing came for {SILENCE_S:g} s in {len(streams)} streams")
-        for number, _ in ready:
-            data = streams[number].sock.recv(PACKET)
-            streams[number].received.append((time.monotonic(), data))
-            if not data or data.endswith(END):
-                stream = streams.pop(number)
-                stream.sock.close()
-                done.append(stream)
-                more(1)
+        done += [streams.pop(number) for number, _ in ready if receive(streams[number])]
     return done
+
+
+def receive(stream: Stream) -> bool:
+    """One receive, stamped; True if it was the last."""
+    data = stream.sock.recv(PACKET)
+    stream.received.append((time.monotonic(), data))
+    if data and not data.endswith(END):
+        return False
+    stream.sock.close()
+    return True
 
 
 def events(stream: Stream) -> Iterator[tuple[float, dict[str, Any]]]:
