@@ -9,7 +9,7 @@ LAB    := lab/lab
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
-	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (a few GB, about an hour;"
+	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (3 GB, about an hour;"
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"

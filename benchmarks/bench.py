@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.figures import BadRun, Report, Row, middle, read_log, read_streams, row
 from benchmarks.peers import PEERS, Client, Job, environment, home, write_shared
 from benchmarks.scenarios import LEVELS, QUICK, Level
-from benchmarks.table import as_json, growth_text, level_text, verdict_text
+from benchmarks.table import as_json, growth_text, level_text, line, titles, verdict_text
 from benchmarks.usage import Usage, watched
 from benchmarks.venvs import NotInstalled, folder, install, ready
 from benchmarks.verdict import LATE_MS, OURS, REFERENCE, Verdict, judge
@@ -150,6 +150,7 @@ def rounds(
 ) -> dict[Level, dict[str, list[Row | str]]]:
     """Every level, client after client, as often as there are rounds."""
     found: dict[Level, dict[str, list[Row | str]]] = {level: {one.name: [] for one in chosen} for level in levels}
+    say(titles())
     steps = [(number, level, client) for number in range(count) for level in levels for client in chosen]
     with serving() as server:
         for step, (number, level, client) in enumerate(steps, 1):
@@ -157,7 +158,9 @@ def rounds(
                 found[level][client.name].append(lacking[client.name])
                 continue
             say(f"[{step}/{len(steps)}] round {number + 1} of {count}: {level.name}: {client.title}")
-            found[level][client.name].append(measure(client, level, server, cache))
+            measured = measure(client, level, server, cache)
+            say(line(client.title, measured))
+            found[level][client.name].append(measured)
     return found
 
 
@@ -208,9 +211,9 @@ def report(measured: dict[Level, dict[str, list[Row | str]]], options: argparse.
     """Print the table and write the file."""
     medians = {level: {name: settled(one) for name, one in found.items()} for level, found in measured.items()}
     verdict = judge(medians, levels=LEVELS, clients=NAMES)
-    titles = {client.name: client.title for client in CLIENTS}
+    named = {client.name: client.title for client in CLIENTS}
     for level, found in medians.items():
-        print(level_text(level, {titles[name]: one for name, one in found.items()}), end="\n\n")
+        print(level_text(level, {named[name]: one for name, one in found.items()}), end="\n\n")
     print(growth_text(medians, options.only), verdict_text(verdict), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(as_json(medians, measured, verdict), indent=1) + "\n", "utf-8")

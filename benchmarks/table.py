@@ -29,8 +29,11 @@ WIDTH = 10
 def level_text(level: Level, found: Mapping[str, Row | str]) -> str:
     """One level: its clients below one another. The first five figures are errors in ms or tokens."""
     head = f"{level.name}: {level.requests} requests, {level.scenario.says}"
-    titles = " " * NAMES + "".join(title.rjust(WIDTH) for title, _, _ in COLUMNS)
-    return "\n".join([head, titles, *(line(client, row) for client, row in found.items())])
+    return "\n".join([head, titles(), *(line(client, row) for client, row in found.items())])
+
+
+def titles() -> str:
+    return " " * NAMES + "".join(title.rjust(WIDTH) for title, _, _ in COLUMNS)
 
 
 def line(client: str, row: Row | str) -> str:
