@@ -21,9 +21,9 @@ WORDS = 4000
 BOOK = "book"  # llama-benchy's book, by name; its text lies in the cache where it would put a downloaded one
 STANDINS = Path(__file__).parent / "standins"
 GUIDELLM_NEEDS = (
-    "click~=8.4.0 culsans~=0.10.0 datasets>=5.0.1 eval_type_backport faker ftfy>=6.0.0 httpx[http2]<1.0.0 loguru more-itertools "
+    "click~=8.4.0 jinja2 culsans~=0.10.0 datasets>=5.0.1 eval_type_backport faker ftfy>=6.0.0 httpx[http2]<1.0.0 loguru more-itertools "
     "msgpack numpy protobuf pydantic pydantic-settings pyyaml rich sanic tabulate transformers typing-extensions uvloop websockets"
-).split()  # what the wheel asks for, less torch
+).split()  # what the wheel asks for, less torch; jinja2 is what torch brings
 VLLM_BENCH_NEEDS = (
     "aiohttp numpy pillow psutil pybase64 pydantic pyyaml pyzmq regex requests tqdm transformers>=5.16.1,<5.20.0"
 ).split()  # what its benchmark imports, less what the engine asks for
