@@ -138,7 +138,7 @@ def made_ready(chosen: Sequence[Client], options: argparse.Namespace) -> dict[st
             lacking[peer.name] = "not installed: --quick installs nothing"
             continue
         try:
-            install(options.cache, peer, say=say)
+            install(options.cache, peer, index=options.torch_index, say=say)
         except NotInstalled as error:
             lacking[peer.name] = f"not installed: {error}"
             say(f"{peer.title}: {lacking[peer.name]}")
@@ -184,6 +184,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=None, help="rounds whose median is reported (3)")
     parser.add_argument("--json", type=Path, help="write every round and the medians to this file")
     parser.add_argument("--cache", type=Path, default=CACHE, help=f"where the peers' venvs are ({CACHE})")
+    parser.add_argument("--torch-index", default="", help="index of torch's CPU build, where pip would take CUDA's")
     options = parser.parse_args(arguments)
     options.levels = options.levels or (QUICK if options.quick else LEVELS)
     options.rounds = options.rounds or (1 if options.quick else 3)

@@ -20,10 +20,7 @@ from benchmarks.scenarios import PROMPT_TOKENS, Level
 WORDS = 4000
 BOOK = "book"  # llama-benchy's book, by name; its text lies in the cache where it would put a downloaded one
 STANDINS = Path(__file__).parent / "standins"
-GUIDELLM_NEEDS = (
-    "click~=8.4.0 jinja2 culsans~=0.10.0 datasets>=5.0.1 eval_type_backport faker ftfy>=6.0.0 httpx[http2]<1.0.0 loguru more-itertools "
-    "msgpack numpy protobuf pydantic pydantic-settings pyyaml rich sanic tabulate transformers typing-extensions uvloop websockets"
-).split()  # what the wheel asks for, less torch; jinja2 is what torch brings
+TORCH = "torch==2.13.0"
 VLLM_BENCH_NEEDS = (
     "aiohttp numpy pillow psutil pybase64 pydantic pyyaml pyzmq regex requests tqdm transformers>=5.16.1,<5.20.0"
 ).split()  # what its benchmark imports, less what the engine asks for
@@ -47,7 +44,7 @@ class Job:
 class Client:
     """`command` gives the argv behind the interpreter or the bin folder, `read` the report from the run's folder.
 
-    `pip` are the argument lists of its installs, in order; `torch_loader` if it gets the stand-in for torch's. `warm_up` is
+    `pip` are the argument lists of its installs, in order; `torch` if it needs torch, of which no CUDA build is taken. `warm_up` is
     how many streams it sends before those that it reports.
     """
 
@@ -56,7 +53,7 @@ class Client:
     read: Callable[[Job], Report]
     version: str = ""
     pip: tuple[tuple[str, ...], ...] = ()
-    torch_loader: bool = False
+    torch: bool = False
     warm_up: Callable[[Level], int] = lambda _: 0
 
     @property
@@ -250,14 +247,7 @@ PEERS: Sequence[Client] = (
         pip=(("llama-benchy==0.4.0",),),
         warm_up=lambda level: level.concurrency,
     ),
-    Client(
-        "guidellm",
-        guidellm,
-        read_guidellm,
-        "0.8.1",
-        pip=(tuple(GUIDELLM_NEEDS), ("--no-deps", "guidellm==0.8.1")),
-        torch_loader=True,
-    ),
+    Client("guidellm", guidellm, read_guidellm, "0.8.1", pip=((TORCH, "guidellm==0.8.1"),), torch=True),
     Client("aiperf", aiperf, read_aiperf, "0.13.0", pip=(("aiperf==0.13.0",),)),
     Client(
         "vllm bench",

@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +12,6 @@ from benchmarks import bench, reference, table, usage, venvs
 from benchmarks.figures import BadRun, Row, middle, quantile, read_log, read_streams, row, stamp_errors
 from benchmarks.peers import (
     PEERS,
-    STANDINS,
     Job,
     read_aiperf,
     read_guidellm,
@@ -365,43 +362,38 @@ def test_the_tokenizer_and_the_book_are_written_here(tmp_path):
 
 
 def test_a_venv_is_made_once_and_not_left_half_made(tmp_path, monkeypatch):
-    (peer,) = [one for one in PEERS if one.name == "guidellm"]
+    (peer,) = [one for one in PEERS if one.name == "vllm bench"]
     calls = []
 
     def call(argv):
         calls.append(argv)
-        if "venv" in argv:
-            (venvs.folder(tmp_path, peer) / "lib" / "python3" / "site-packages").mkdir(parents=True)
-        if argv[-1] == "guidellm==0.8.1" and len(calls) < 4:
+        venvs.folder(tmp_path, peer).mkdir(parents=True, exist_ok=True)
+        if argv[-1].startswith("vllm") and len(calls) < 4:
             raise venvs.NotInstalled("no such wheel")
 
     monkeypatch.setattr(venvs, "_call", call)
     with pytest.raises(venvs.NotInstalled):
-        venvs.install(tmp_path, peer, say=lambda _: None)
+        venvs.install(tmp_path, peer, index="", say=lambda _: None)
     assert not venvs.folder(tmp_path, peer).exists()
-    venv = venvs.install(tmp_path, peer, say=lambda _: None)
-    assert (venv / "lib" / "python3" / "site-packages" / "torch.py").is_file()
+    venv = venvs.install(tmp_path, peer, index="", say=lambda _: None)
     assert len(calls) == 6
-    assert venvs.install(tmp_path, peer, say=lambda _: None) == venv
+    assert venvs.install(tmp_path, peer, index="", say=lambda _: None) == venv
     assert len(calls) == 6, "it is there"
     assert not any("torch" in part for argv in calls for part in argv)
 
 
-def test_the_stand_in_for_torch_gives_every_prompt(tmp_path):
-    shutil.copy(STANDINS / "torch_loader.py", tmp_path / "torch.py")
-    script = """
-import torch
-from torch.utils.data.dataloader import DataLoader
-from torch.utils.data.dataset import IterableDataset
-class Some(IterableDataset[int]):
-    def __iter__(self):
-        assert torch.utils.data.get_worker_info() is None
-        return iter((1, 2))
-class Loader(DataLoader[int]): pass
-print(list(Loader(Some(), batch_size=1, collate_fn=lambda batch: batch[0], num_workers=0)))
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "[1, 2]\n"
+@pytest.mark.parametrize(
+    ("version", "wants", "expected"),
+    [
+        ("2.13.0+cpu", ["nvidia-cublas; platform_system == 'Linux'"], False),
+        ("2.13.0", ["nvidia-cublas==13; platform_system == 'Linux'", "sympy"], True),
+        ("2.13.0", ["cuda-bindings"], True),
+        ("2.13.0", ["sympy"], False),
+    ],
+)
+def test_a_cuda_build_of_torch_is_known_before_it_is_fetched(version, wants, expected):
+    report = {"install": [{"metadata": {"name": "torch", "version": version, "requires_dist": wants}}]}
+    assert venvs.cuda(report) is expected
 
 
 def test_a_peer_that_cannot_be_installed_is_a_row_with_its_reason(tmp_path, monkeypatch):
