@@ -4,11 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test rehearse lab lab-faults lab-down clean
+.PHONY: help install test rehearse bench lab lab-faults lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
+	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (3 GB, about an hour;"
+	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-faults  refusals, signals, a killed rank, void rows on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
@@ -35,6 +37,9 @@ test: $(BIN)/.installed-dev
 
 rehearse: $(BIN)/.installed
 	$(BIN)/python -m pytest suites -m production --dspark-cluster rehearsal
+
+bench: $(BIN)/.installed
+	$(BIN)/python -m benchmarks.bench $(BENCH_ARGS)
 
 lab: $(BIN)/.installed
 	$(LAB) all
