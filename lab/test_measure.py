@@ -83,7 +83,7 @@ def test_a_second_client_during_a_row_voids_it(engine: Endpoint) -> None:
 
 
 def test_a_repeated_prompt_makes_the_row_warm(engine: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed, "nonce", lambda: "the same words again and again, " * 12)
+    monkeypatch.setattr(timed, "nonce", lambda: "the same words again and again, " * 60)  # several blocks of the cache
     finding = measured(engine, "c1", repeats=3)
     verdict = CHECKS["c1"].judge(finding, SETTINGS)
     assert (str(verdict.status), verdict.code) == ("ERROR", "CACHE_WARM"), verdict

@@ -193,7 +193,6 @@ def sample(reply: Reply, due_s: float = 0.0) -> dict[str, Any]:
         "decode_rate": timing.decode_rate(times, tokens).value,
         "tokens_per_event": timing.tokens_per_event(times, tokens).value,
         "mean_gap_s": timing.mean_gap(times).value,
-        "median_gap_s": timing.median_gap(times).value,
         "longest_gap_s": timing.longest_gap(times).value,
         "prompt_sha256": reply.prompt_sha256,
     }

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean, median, stdev
+from statistics import NormalDist, fmean, stdev
 
 from pytest_dspark.metrics import Figure, Metrics, delta
 
@@ -110,12 +110,6 @@ def mean_gap(timing: Timing) -> Figure:
     """Mean seconds between events that carry text (inter-chunk latency, not time per token)."""
     gaps = timing.gaps
     return Figure(fmean(gaps)) if gaps else Figure(None, f"{timing.events} event(s) have no gap")
-
-
-def median_gap(timing: Timing) -> Figure:
-    """Median seconds between events that carry text: one engine step, and one hiccup does not move it."""
-    gaps = timing.gaps
-    return Figure(median(gaps)) if gaps else Figure(None, f"{timing.events} event(s) have no gap")
 
 
 def longest_gap(timing: Timing) -> Figure:
