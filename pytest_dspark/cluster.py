@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pytest_dspark.errors import ConfigError
 
@@ -84,6 +84,7 @@ class ImageFacts:
     labels: Mapping[str, str]
     repo_digests: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,10 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What really runs: the inspected container or process. `environment` is that of PID 1, not of the image."""
+    """What really runs: the inspected container or process. `environment` is that of PID 1, not of the image.
+
+    `image_reference` is the name by which the container was made, `options` are its options by the names of Docker's API.
+    """
 
     rank_id: str
     image_id: str
@@ -120,6 +124,8 @@ class RankFacts:
     started_at: str
     network_mode: str = ""
     ipc_mode: str = ""
+    image_reference: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,10 +231,11 @@ def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
 
 
 def read_ranks(site: Site, engine: Engine) -> list[gate.Rank]:
-    return [_read_rank(site, spec, engine.rank_ids[spec.rank]) for spec in site.plan.specs]
+    return [_read_rank(site, spec, engine) for spec in site.plan.specs]
 
 
-def _read_rank(site: Site, spec: RankSpec, rank_id: str) -> gate.Rank:
+def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
+    rank_id, run_id = engine.rank_ids[spec.rank], engine.run_id if engine.owned else ""
     host, entry = site.host(spec), site.plan.cluster.hosts[spec.rank]
     keep_log(site, spec.rank, rank_id)
     facts = host.inspect(rank_id)
@@ -246,7 +247,20 @@ def _read_rank(site: Site, spec: RankSpec, rank_id: str) -> gate.Rank:
         log_text=read_text(site.log_path(spec.rank)),
         manifest_sha256=_manifest(site, host, rank_id, spec),
         process=entry.process,
+        machine=host.facts(),
+        model_revision=_marker(site, host, rank_id, spec),
+        run_id=run_id,
     )
+
+
+def _marker(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
+    """The revision in the model folder, as the rank itself sees it."""
+    marker, entry = site.plan.recipe.pins.model_marker, site.plan.cluster.hosts[spec.rank]
+    folder = entry.model if entry.process else site.plan.recipe.serve.model_target
+    if not marker or not folder:
+        return None
+    done = host.read_in(rank_id, ["cat", f"{folder}/{marker}"])
+    return done.text.strip() if done.code == 0 else None
 
 
 def _manifest(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:

@@ -149,12 +149,30 @@ def _pin_problems(plan: Plan, host: str, image: ImageFacts, facts: HostFacts) ->
         yield LaunchError(
             "IDENTITY_MISMATCH", f"{host}: image architecture is {image.architecture}, expected {pins.architecture}"
         )
-    for key, value in plan.recipe.labels:
+    yield from _tag_problems(plan, host, image, facts)
+    repeated = {label: getattr(pins, pin) for pin, label in plan.recipe.pin_labels if getattr(pins, pin)}
+    for key, value in {**repeated, **dict(plan.recipe.labels)}.items():
         found = image.labels.get(key)
         if found != value:
             yield LaunchError(
                 "IDENTITY_MISMATCH", f"{host}: image label {key} is {found!r}, recipe {plan.recipe.name} pins {value!r}"
             )
+
+
+def _tag_problems(plan: Plan, host: str, image: ImageFacts, facts: HostFacts) -> Iterator[DsparkError]:
+    """The pinned tag is what the profile asks for and a name of the image; the pinned store is the host's own."""
+    tag, store = plan.recipe.pins.image_tag, plan.recipe.pins.image_store
+    asked = next(spec.image for spec in plan.specs if spec.host == host)
+    if tag and asked and (asked != tag or tag not in image.tags):
+        names = ", ".join(image.tags) or "no tag"
+        yield LaunchError(
+            "IDENTITY_MISMATCH",
+            f"{host}: image tag is {asked} ({names} on the host), recipe {plan.recipe.name} pins {tag}",
+        )
+    if store and facts.image_store and facts.image_store.partition(" (")[0] != store:
+        yield LaunchError(
+            "IDENTITY_MISMATCH", f"{host}: image store is {facts.image_store}, recipe {plan.recipe.name} pins {store}"
+        )
 
 
 # --- one host

@@ -189,6 +189,7 @@ class Recipe:
     profiles: tuple[tuple[str, str], ...]
     acceptance: tuple[tuple[str, tuple[str, ...]], ...]
     pins: Pins
+    pin_labels: tuple[tuple[str, str], ...]
     labels: tuple[tuple[str, str], ...]
     serve: Serve
     env: tuple[tuple[str, str], ...]
@@ -297,6 +298,7 @@ _TOP_KEYS = frozenset(
         "profiles",
         "acceptance",
         "pins",
+        "pin_labels",
         "labels",
         "serve",
         "env",
@@ -328,6 +330,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         profiles=_strings(data.get("profiles", {}), f"{where}: profiles"),
         acceptance=_acceptance(_table(data, "acceptance", where), where),
         pins=_build(Pins, data.get("pins", {}), f"{where}: pins"),
+        pin_labels=_strings(data.get("pin_labels", {}), f"{where}: pin_labels"),
         labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
         env=_strings(data.get("env", {}), f"{where}: env"),
@@ -518,5 +521,25 @@ def _check_names(recipe: Recipe, where: str) -> None:
     named = {condition.knob.split(".")[0] for limit in recipe.limits for condition in limit.when}
     for name in sorted(named - knobs):
         raise ConfigError("RECIPE_INVALID", f"{where}: limit on {name}, which is no knob")
+    _check_pins(recipe, where)
     if recipe.wrapper not in ("clean", "any"):
         raise ConfigError("RECIPE_INVALID", f"{where}: wrapper must be clean or any, found {recipe.wrapper!r}")
+
+
+def _check_pins(recipe: Recipe, where: str) -> None:
+    """A pin that nothing could ever show would be no pin."""
+    by_label, pins = dict(recipe.pin_labels), recipe.pins
+    _known(by_label, ("package", "integrated_vllm", "source_revision", "model_revision"), f"{where}: pin_labels")
+    ways = {
+        "integrated_vllm": ("a label under pin_labels", bool(by_label.get("integrated_vllm"))),
+        "source_revision": ("a label under pin_labels", bool(by_label.get("source_revision"))),
+        "model_revision": ("model_marker or a label", bool(pins.model_marker or by_label.get("model_revision"))),
+        "manifest_sha256": ("manifest_target", bool(pins.manifest_target)),
+    }
+    for name, (needed, there) in ways.items():
+        if getattr(pins, name) and not there:
+            raise ConfigError("RECIPE_INVALID", f"{where}: pins.{name} can be read nowhere, expected {needed}")
+    if pins.id_kind not in ("config", "manifest", "bundle"):
+        raise ConfigError(
+            "RECIPE_INVALID", f"{where}: pins.id_kind must be config, manifest or bundle, found {pins.id_kind!r}"
+        )

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_dspark.cluster import ImageFacts, RankFacts, load_cluster
+from pytest_dspark.cluster import HostFacts, ImageFacts, RankFacts, load_cluster
 from pytest_dspark.gate import Api, Rank, as_file, examine, hold, judge_tool, serve_argv, without_rank
+from pytest_dspark.hosts.options import create_body
+from pytest_dspark.launch import labelled
 from pytest_dspark.plan import plan
 from pytest_dspark.profile import load_profile
 from pytest_dspark.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "sha256:2dfe24a303743722046c55bf2cf3ef9c9e6a40a008f73be16f9aa5c2ca38cf9b"
+RUN = "20260101T000000Z-0000abcd"
 MANIFEST = "f6777b31e8c8977361d629ca99c37a199d3b52b9abc134f1de624eb202f083a9"
 
 
@@ -47,14 +50,31 @@ def good_rank(made, number):
         path=spec.argv[0],
         args=spec.argv[1:],
         environment=tuple(f"{key}={value}" for key, value in spec.env),
-        mounts=tuple({"Destination": m.target, "RW": not m.read_only} for m in spec.mounts),
+        mounts=tuple(
+            {"Type": "bind", "Source": m.source, "Destination": m.target, "RW": not m.read_only} for m in spec.mounts
+        ),
         labels={},
         restart_policy="no",
         restart_count=0,
         started_at="t",
+        image_reference=spec.image,
+        options=create_body(spec.host, spec)["HostConfig"],
     )
-    image = ImageFacts("i", IMAGE, "config", "arm64", dict(made.recipe.labels))
-    return Rank(number, spec.host, facts, image, log_of(made, number), MANIFEST)
+    image = ImageFacts("i", IMAGE, "config", "arm64", dict(made.recipe.labels), tags=(spec.image,))
+    marks = {**image.labels, **dict(labelled(spec, RUN, made.fingerprint).labels)}
+    facts = dataclasses.replace(facts, labels=marks)
+    machine = HostFacts("docker", spec.host, "6.17.0", "arm64", "29.1", "1.52", "overlay2")
+    return Rank(
+        number,
+        spec.host,
+        facts,
+        image,
+        log_of(made, number),
+        MANIFEST,
+        machine=machine,
+        model_revision=made.recipe.pins.model_revision,
+        run_id=RUN,
+    )
 
 
 @pytest.fixture
@@ -105,7 +125,26 @@ def without_env(rank, key):
 MUTATIONS = {
     "another image": (lambda r: image(facts(r, image_id="sha256:81aa"), image_id="sha256:81aa"), "image"),
     "another kind of id": (lambda r: image(r, id_kind="manifest"), "image"),
-    "architecture": (lambda r: image(r, architecture="amd64"), "image"),
+    "architecture": (lambda r: image(r, architecture="amd64"), "pins"),
+    "a tag": (lambda r: image(r, tags=("other:1",)), "pins"),
+    "made from another name": (lambda r: facts(r, image_reference="other:1"), "pins"),
+    "source revision": (
+        lambda r: image(r, labels={**r.image.labels, "org.opencontainers.image.revision": "0" * 40}),
+        "pins",
+    ),
+    "integrated commit": (
+        lambda r: image(r, labels={k: v for k, v in r.image.labels.items() if "integrated" not in k}),
+        "pins",
+    ),
+    "model revision": (lambda r: dataclasses.replace(r, model_revision=None), "pins"),
+    "an option": (lambda r: facts(r, options={**r.facts.options, "IpcMode": "private"}), "container"),
+    "a capability": (lambda r: facts(r, options={**r.facts.options, "CapAdd": []}), "container"),
+    "another launch": (lambda r: facts(r, labels={**r.facts.labels, "io.dspark.fingerprint": "0"}), "container"),
+    "another program": (lambda r: facts(r, path="/tmp/vllm"), "argv"),
+    "another source": (
+        lambda r: facts(r, mounts=tuple({**m, "Source": "/tmp"} for m in r.facts.mounts)),
+        "mounts",
+    ),
     "runs another image than looked at": (lambda r: facts(r, image_id="sha256:81aa"), "image"),
     "a label": (lambda r: image(r, labels={**r.image.labels, "io.r0b0tlab.speculative.tokens": "5"}), "labels"),
     "a flag": (lambda r: facts(r, args=swapped(r.facts.args, "327680", "131072")), "argv"),
@@ -128,8 +167,8 @@ MUTATIONS = {
         "mounts",
     ),
     "a mount twice": (lambda r: facts(r, mounts=(*r.facts.mounts, r.facts.mounts[-1])), "mounts"),
-    "another manifest": (lambda r: dataclasses.replace(r, manifest_sha256="0" * 64), "mounts"),
-    "an unreadable manifest": (lambda r: dataclasses.replace(r, manifest_sha256=None), "mounts"),
+    "another manifest": (lambda r: dataclasses.replace(r, manifest_sha256="0" * 64), "pins"),
+    "an unreadable manifest": (lambda r: dataclasses.replace(r, manifest_sha256=None), "pins"),
     "not strict": (
         lambda r: dataclasses.replace(r, log_text=r.log_text.replace("strict=true", "strict=false")),
         "markers",
@@ -170,7 +209,7 @@ def test_one_mutation_on_one_rank_is_seen_by_its_requirement(made, ranks, api, n
         ({"model_ids": ["deepseek-v4-flash-dspark", "other"]}, "model", "ERROR"),
         ({"max_model_len": None}, "model", "ERROR"),
         ({"max_model_len": 131072}, "model", "ERROR"),
-        ({"version": "0.26.0"}, "model", "ERROR"),
+        ({"version": "0.26.0"}, "pins", "ERROR"),
         ({"canaries": {}}, "canaries", "ERROR"),
     ],
 )

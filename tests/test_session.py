@@ -17,11 +17,13 @@ from rehearsed import BUNDLE, ROOT, Place, free_port
 pytestmark = pytest.mark.timeout(150)
 GATE = [
     "image",
+    "pins",
     "labels",
     "argv",
     "symmetry",
     "environment",
     "restarts",
+    "container",
     "mounts",
     "model",
     "compilation",

@@ -23,7 +23,7 @@ from pytest_dspark.hosts.bundle import docker_architecture
 from pytest_dspark.hosts.command import run_here
 from pytest_dspark.hosts.listeners import TABLES, listening_inodes, local_owner, owner_from_ss
 from pytest_dspark.hosts.logfile import LogSink, save_longer_stream
-from pytest_dspark.hosts.options import create_body
+from pytest_dspark.hosts.options import HOST_KEYS, create_body
 from pytest_dspark.hosts.transport import LinkAdapter, dial_unix
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ class DockerHost:
             labels=config.get("Labels") or {},
             repo_digests=tuple(found.get("RepoDigests") or ()),
             entrypoint=tuple(config.get("Entrypoint") or ()),
+            tags=tuple(found.get("RepoTags") or ()),
         )
 
     # --- who is there
@@ -233,6 +234,8 @@ class DockerHost:
             started_at=_stamp(found["State"].get("StartedAt")),
             network_mode=host_config.get("NetworkMode", ""),
             ipc_mode=host_config.get("IpcMode", ""),
+            image_reference=(found.get("Config") or {}).get("Image", ""),
+            options={key: host_config[key] for key in HOST_KEYS if host_config.get(key)},
         )
 
     def _environment(self, found: Mapping[str, Any]) -> tuple[str, ...]:
