@@ -223,7 +223,8 @@ class RankSpec:
 
     `options` are the container options of the recipe by Docker's own long names (`gpus`, `ipc`, `network`, `shm-size`,
     `ulimit`, `cap-add`, `device`, `security-opt`, `entrypoint`); a list where Docker's flag may be repeated.
-    `labels` carry the run's ownership marks. `secrets` names the environment keys whose value is never written.
+    `labels` carry the run's ownership marks. `secrets` names the environment keys whose value is never written. `package_folders` are
+    where packages are looked for inside the rank, if not where its interpreter finds them.
     """
 
     rank: int
@@ -237,6 +238,7 @@ class RankSpec:
     labels: tuple[tuple[str, str], ...] = ()
     secrets: frozenset[str] = frozenset()
     bundle: str = ""
+    package_folders: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:

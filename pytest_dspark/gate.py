@@ -22,6 +22,7 @@ from pytest_dspark.identity import Rank, serve_argv, without_rank
 from pytest_dspark.logs import search
 from pytest_dspark.plan import Plan, meets
 from pytest_dspark.recipe import Canary, Marker
+from pytest_dspark.symmetry import symmetry
 from pytest_dspark.verdict import Finding, Status, Verdict
 
 __all__ = [
@@ -199,6 +200,7 @@ def _of_ranks(examiner: identity.Examiner) -> _Examiner:
 _EXAMINERS: dict[str, _Examiner] = {
     **{name: _of_ranks(examiner) for name, examiner in identity.EXAMINERS.items()},
     "pins": _pins,
+    "symmetry": _of_ranks(symmetry),
     "model": _model,
     "compilation": _compilation,
     "markers": _markers,

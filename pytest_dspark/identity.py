@@ -16,12 +16,12 @@ from typing import Any
 from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, HostFacts, ImageFacts, RankFacts, RankSpec
 from pytest_dspark.comparison import Sheet
 from pytest_dspark.hosts.options import planned, settled
+from pytest_dspark.inventory import NOT_TAKEN, Inventory
 from pytest_dspark.logs import RankLog, read_log
 from pytest_dspark.plan import Plan
-from pytest_dspark.sanitize import is_secret_key, mask_argv
+from pytest_dspark.sanitize import mask_argv
 
 RANK_FLAGS = {"--node-rank": 1, "--headless": 0, "--host": 1, "--port": 1}
-OWN_ENV = ("HOSTNAME", "PWD", "SHLVL", "OLDPWD", "_", "DSPARK_")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Rank:
     machine: HostFacts | None = None
     model_revision: str | None = None
     run_id: str = ""
+    inventory: Inventory = NOT_TAKEN
 
     @cached_property
     def log(self) -> RankLog:
@@ -207,6 +208,9 @@ def _found_pins(plan: Plan, rank: Rank, version: str) -> Iterator[PinFound]:
         yield PinFound("image_store", rank.machine.image_store.partition(" (")[0], "docker info")
     if version and rank.number == 0:
         yield PinFound("package", version, "/version of the API")
+    name = plan.recipe.inside.package
+    if name and not rank.inventory.missing:
+        yield PinFound("package", rank.inventory.packages.get(name), f"package {name} inside the rank")
     for pin, label in plan.recipe.pin_labels:
         yield PinFound(pin, rank.image.labels.get(label), f"label {label}")
     if plan.recipe.pins.model_marker and (rank.model_revision is not None or not rank.process):
@@ -220,34 +224,6 @@ def _why_unseen(pin: str, rank: Rank) -> str:
     if pin == "package":
         return "only the API tells it, and it did not" if rank.number == 0 else "the API of rank 0 tells it"
     return "a process shows none" if rank.process else "nothing on this host shows it"
-
-
-# --- between the ranks
-
-
-def symmetry(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
-    """Every rank against rank 0: command line, environment, image."""
-    first = ranks[0]
-    for rank in ranks[1:]:
-        mine = mask_argv(without_rank(serve_argv(first.facts.path, first.facts.args)))
-        theirs = mask_argv(without_rank(serve_argv(rank.facts.path, rank.facts.args)))
-        what = "command line equal to rank 0 but for rank, headless and addresses"
-        sheet.add(what, rank.number, list(mine), list(theirs))
-        sheet.add("environment equal to rank 0 but for declared keys", rank.number, {}, _differences(plan, first, rank))
-        sheet.add("image equal to rank 0", rank.number, first.facts.image_id, rank.facts.image_id)
-    if len(ranks) == 1:
-        sheet.not_observable.append("one rank has no peer")
-
-
-def _differences(plan: Plan, first: Rank, rank: Rank) -> dict[str, Any]:
-    """Environment keys that differ although neither recipe nor cluster file says they may; secret values masked."""
-    a, b = first.environment, rank.environment
-    keys = sorted(key for key in a.keys() | b.keys() if key not in plan.rank_env and not key.startswith(OWN_ENV))
-    return {key: [_masked(key, a.get(key)), _masked(key, b.get(key))] for key in keys if a.get(key) != b.get(key)}
-
-
-def _masked(key: str, value: str | None) -> str | None:
-    return "***" if value is not None and is_secret_key(key) else value
 
 
 # --- environment, restarts, options, mounts
@@ -333,7 +309,6 @@ EXAMINERS: Mapping[str, Examiner] = {
     "image": image,
     "labels": labels,
     "argv": argv,
-    "symmetry": symmetry,
     "environment": environment,
     "restarts": restarts,
     "container": container,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import gate
+from pytest_dspark import gate, inventory
 from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, Host, RankSpec, RankState
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError, LaunchError
@@ -225,6 +225,7 @@ def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
     while gate.missing_markers(site.plan, ranks) and site.clock() < deadline and not site.cancelled():
         site.sleep(0.5)
         ranks = read_ranks(site, engine)
+    ranks = [_with_inventory(site, rank) for rank in ranks]
     report = gate.examine(site.plan, ranks, api)
     site.run.write(f"{site.plan.mark}/runtime-gate.json", gate.as_file(site.plan, ranks, api, report))
     return report
@@ -251,6 +252,21 @@ def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
         model_revision=_marker(site, host, rank_id, spec),
         run_id=run_id,
     )
+
+
+def _with_inventory(site: Site, rank: gate.Rank, *, hashed: Sequence[str] = ()) -> gate.Rank:
+    """The rank with what lies inside it, told by its own interpreter."""
+    spec, inside = site.plan.specs[rank.number], site.plan.recipe.inside
+    python = spec.argv[0] if rank.process else inside.python
+    asked = inventory.order(inside, paths=spec.package_folders, root=_root(rank), hashed=hashed)
+    return replace(rank, inventory=inventory.take(site.host(spec), rank.facts.rank_id, python, asked))
+
+
+def _root(rank: gate.Rank) -> int:
+    """The first process of the rank as it is numbered where the inventory runs; 0: it cannot be told from others."""
+    if rank.process:
+        return int(rank.facts.rank_id.partition(":")[0])
+    return 0 if rank.facts.options.get("PidMode") == "host" else 1
 
 
 def _marker(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:

@@ -177,6 +177,36 @@ class Pins:
 
 
 @dataclass(frozen=True, slots=True)
+class Inside:
+    """What is looked at inside each rank: by which interpreter, packages of which folders (none: its own), libraries by
+    the beginning of their name, whole files, and the packages of which `dspark freeze` hashes every file.
+
+    `package` is the one whose version the pin names. `required`: a rank that shows nothing of this is refused.
+    """
+
+    python: str = "python3"
+    package: str = ""
+    required: bool = False
+    paths: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ("libnccl.so",)
+    files: tuple[str, ...] = ("/etc/nccl.conf",)
+    hashed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asymmetry:
+    """Whether a difference between ranks is an `error` or is only recorded (`record`), by kind."""
+
+    packages: str = "error"
+    library: str = "error"
+    files: str = "error"
+    kernel: str = "error"
+    driver: str = "error"
+    docker: str = "error"
+    host: str = "error"
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """One recipe file, checked. `sha256` is over the files it was read from, overlay included."""
 
@@ -190,6 +220,8 @@ class Recipe:
     acceptance: tuple[tuple[str, tuple[str, ...]], ...]
     pins: Pins
     pin_labels: tuple[tuple[str, str], ...]
+    inside: Inside
+    asymmetry: Asymmetry
     labels: tuple[tuple[str, str], ...]
     serve: Serve
     env: tuple[tuple[str, str], ...]
@@ -299,6 +331,8 @@ _TOP_KEYS = frozenset(
         "acceptance",
         "pins",
         "pin_labels",
+        "inside",
+        "asymmetry",
         "labels",
         "serve",
         "env",
@@ -331,6 +365,8 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         acceptance=_acceptance(_table(data, "acceptance", where), where),
         pins=_build(Pins, data.get("pins", {}), f"{where}: pins"),
         pin_labels=_strings(data.get("pin_labels", {}), f"{where}: pin_labels"),
+        inside=_inside(_table(data, "inside", where), f"{where}: inside"),
+        asymmetry=_asymmetry(_table(data, "asymmetry", where), f"{where}: asymmetry"),
         labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
         env=_strings(data.get("env", {}), f"{where}: env"),
@@ -429,6 +465,26 @@ def _serve(table: dict[str, Any], where: str) -> Serve:
     return _build(Serve, plain | {"options": options}, where)
 
 
+def _inside(table: dict[str, Any], where: str) -> Inside:
+    lists: dict[str, Any] = {
+        key: _list(table[key], f"{where}.{key}") for key in ("paths", "libraries", "files", "hashed") if key in table
+    }
+    return _build(Inside, table | lists, where)
+
+
+def _list(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError("RECIPE_INVALID", f"{where} must be a list of texts, found {value!r}")
+    return tuple(value)
+
+
+def _asymmetry(table: dict[str, Any], where: str) -> Asymmetry:
+    for key, value in table.items():
+        if value not in ("error", "record"):
+            raise ConfigError("RECIPE_INVALID", f"{where}.{key} must be error or record, found {value!r}")
+    return _build(Asymmetry, table, where)
+
+
 def _knob(name: str, table: dict[str, Any], where: str) -> Knob:
     where = f"{where}: knobs.{name}"
     knob = _build(Knob, {**table, "name": name, "choices": tuple(table.get("choices", ()))}, where)
@@ -501,7 +557,7 @@ def placeholders(text: str) -> Iterator[str]:
 
 def _templates(recipe: Recipe) -> Iterator[str]:
     serve = recipe.serve
-    for group in (*serve.argv, *serve.argv_head, *serve.argv_worker, serve.process, serve.mounts):
+    for group in (*serve.argv, *serve.argv_head, *serve.argv_worker, serve.process, serve.mounts, recipe.inside.paths):
         yield from group
     yield from (serve.image, serve.served_model, *dict(recipe.env).values())
 

@@ -9,6 +9,7 @@ import pytest
 from pytest_dspark.cluster import HostFacts, ImageFacts, RankFacts, load_cluster
 from pytest_dspark.gate import Api, Rank, as_file, examine, hold, judge_tool, serve_argv, without_rank
 from pytest_dspark.hosts.options import create_body
+from pytest_dspark.inventory import Inventory
 from pytest_dspark.launch import labelled
 from pytest_dspark.plan import plan
 from pytest_dspark.profile import load_profile
@@ -74,6 +75,14 @@ def good_rank(made, number):
         machine=machine,
         model_revision=made.recipe.pins.model_revision,
         run_id=RUN,
+        inventory=Inventory(
+            python="3.12.3",
+            packages={"vllm": made.recipe.pins.package, "torch": "2.11.0+cu130"},
+            mapped={"/x/nvidia/nccl/lib/libnccl.so.2": "aa" * 32},
+            files={"/etc/nccl.conf": "bb" * 32},
+            kernel="6.17.0",
+            driver="580.126",
+        ),
     )
 
 
@@ -114,6 +123,14 @@ def image(rank, **changes):
     return dataclasses.replace(rank, image=dataclasses.replace(rank.image, **changes))
 
 
+def inside(rank, **changes):
+    return dataclasses.replace(rank, inventory=dataclasses.replace(rank.inventory, **changes))
+
+
+def machine(rank, **changes):
+    return dataclasses.replace(rank, machine=dataclasses.replace(rank.machine, **changes))
+
+
 def swapped(argv, old, new):
     return tuple(new if token == old else token for token in argv)
 
@@ -140,6 +157,17 @@ MUTATIONS = {
     "an option": (lambda r: facts(r, options={**r.facts.options, "IpcMode": "private"}), "container"),
     "a capability": (lambda r: facts(r, options={**r.facts.options, "CapAdd": []}), "container"),
     "another launch": (lambda r: facts(r, labels={**r.facts.labels, "io.dspark.fingerprint": "0"}), "container"),
+    "another build of the same library": (
+        lambda r: inside(r, mapped={"/x/nvidia/nccl/lib/libnccl.so.2": "cc" * 32}),
+        "symmetry",
+    ),
+    "a package": (lambda r: inside(r, packages={**r.inventory.packages, "torch": "2.11.1"}), "symmetry"),
+    "a package of one rank alone": (lambda r: inside(r, packages={**r.inventory.packages, "extra": "1"}), "symmetry"),
+    "the engine's package": (lambda r: inside(r, packages={**r.inventory.packages, "vllm": "0.26.0"}), "pins"),
+    "nccl.conf": (lambda r: inside(r, files={"/etc/nccl.conf": None}), "symmetry"),
+    "GPU driver": (lambda r: inside(r, driver="580.159"), "symmetry"),
+    "no inventory": (lambda r: dataclasses.replace(r, inventory=Inventory(missing="no python3")), "symmetry"),
+    "another architecture of the host": (lambda r: machine(r, architecture="amd64"), "symmetry"),
     "another program": (lambda r: facts(r, path="/tmp/vllm"), "argv"),
     "another source": (
         lambda r: facts(r, mounts=tuple({**m, "Source": "/tmp"} for m in r.facts.mounts)),
@@ -200,6 +228,16 @@ def test_one_mutation_on_one_rank_is_seen_by_its_requirement(made, ranks, api, n
     ranks[number] = change(ranks[number])
     assert verdicts(made, ranks, api)[requirement] == "ERROR"
     assert as_file(made, ranks, api, examine(made, ranks, api))["status"] == "FAIL"
+
+
+@pytest.mark.parametrize(("severity", "verdict"), [("record", "PASS"), ("error", "ERROR")])
+def test_a_difference_is_an_error_or_is_recorded_as_the_recipe_says(made, ranks, api, severity, verdict):
+    ranks[1] = machine(inside(ranks[1], kernel="6.11.0"), kernel="6.11.0")
+    asymmetry = dataclasses.replace(made.recipe.asymmetry, kernel=severity)
+    loose = dataclasses.replace(made, recipe=dataclasses.replace(made.recipe, asymmetry=asymmetry))
+    report = examine(loose, ranks, api)
+    assert str(report.verdicts["symmetry"].status) == verdict
+    assert "6.11.0" in report.verdicts["symmetry"].message, "a recorded difference is said too"
 
 
 @pytest.mark.parametrize(
