@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_dspark import identity
+from pytest_dspark import identity, weights
 from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
 from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
 from pytest_dspark.endpoint import Endpoint, Reply
@@ -50,6 +50,7 @@ REQUIREMENTS = (
     "container",
     "mounts",
     "model",
+    "weights",
     "compilation",
     "markers",
     "forbidden",
@@ -64,6 +65,11 @@ def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
 
 def _pins(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     identity.pins(plan, ranks, api.version, sheet)
+
+
+def _weights(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    placed = [weights.Placed(rank.number, rank.host, rank.model) for rank in ranks]
+    weights.compare(plan.recipe.weights, weights.sums_of(plan.recipe), placed, sheet)
 
 
 def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
@@ -202,6 +208,7 @@ _EXAMINERS: dict[str, _Examiner] = {
     "pins": _pins,
     "symmetry": _of_ranks(symmetry),
     "model": _model,
+    "weights": _weights,
     "compilation": _compilation,
     "markers": _markers,
     "forbidden": _forbidden,

@@ -20,6 +20,7 @@ from pytest_dspark.inventory import NOT_TAKEN, Inventory
 from pytest_dspark.logs import RankLog, read_log
 from pytest_dspark.plan import Plan
 from pytest_dspark.sanitize import mask_argv
+from pytest_dspark.weights import Model
 
 RANK_FLAGS = {"--node-rank": 1, "--headless": 0, "--host": 1, "--port": 1}
 
@@ -43,6 +44,7 @@ class Rank:
     model_revision: str | None = None
     run_id: str = ""
     inventory: Inventory = NOT_TAKEN
+    model: Model | None = None
 
     @cached_property
     def log(self) -> RankLog:

@@ -20,8 +20,9 @@ from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, write_whole
 from pytest_dspark.plan import Plan, as_json, launch_order
-from pytest_dspark.preflight import leftovers
+from pytest_dspark.preflight import leftovers, look_at
 from pytest_dspark.sanitize import mask_text
+from pytest_dspark.weights import Hasher
 
 HEARTBEAT_S = 15.0
 MARKER_WAIT_S = 10.0
@@ -37,6 +38,7 @@ class Site:
     run: RunFolder
     say: Callable[[str], None]
     cancelled: Callable[[], bool]
+    hasher: Hasher | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -225,7 +227,7 @@ def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
     while gate.missing_markers(site.plan, ranks) and site.clock() < deadline and not site.cancelled():
         site.sleep(0.5)
         ranks = read_ranks(site, engine)
-    ranks = [_with_inventory(site, rank) for rank in ranks]
+    ranks = [_with_model(site, _with_inventory(site, rank)) for rank in ranks]
     report = gate.examine(site.plan, ranks, api)
     site.run.write(f"{site.plan.mark}/runtime-gate.json", gate.as_file(site.plan, ranks, api, report))
     return report
@@ -260,6 +262,12 @@ def _with_inventory(site: Site, rank: gate.Rank, *, hashed: Sequence[str] = ()) 
     python = spec.argv[0] if rank.process else inside.python
     asked = inventory.order(inside, paths=spec.package_folders, root=_root(rank), hashed=hashed)
     return replace(rank, inventory=inventory.take(site.host(spec), rank.facts.rank_id, python, asked))
+
+
+def _with_model(site: Site, rank: gate.Rank) -> gate.Rank:
+    """The rank with its model folder, as its host shows it; its mount is compared apart."""
+    entry = site.plan.cluster.hosts[rank.number]
+    return replace(rank, model=look_at(site.host(site.plan.specs[rank.number]), entry, site.plan, site.hasher))
 
 
 def _root(rank: gate.Rank) -> int:

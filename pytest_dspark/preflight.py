@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_dspark import weights
 from pytest_dspark.cluster import RUN_LABEL, Host, HostEntry, HostFacts, ImageFacts, RankSpec, RankState
 from pytest_dspark.errors import DsparkError, HostError, LaunchError
 from pytest_dspark.evidence import work_tree
 from pytest_dspark.plan import Plan
+from pytest_dspark.weights import Hasher, Model, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,12 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def preflight(
-    plan: Plan, hosts: Mapping[str, Host], *, launching: bool = True, git: Callable[[Path], str] | None = None
+    plan: Plan,
+    hosts: Mapping[str, Host],
+    *,
+    launching: bool = True,
+    git: Callable[[Path], str] | None = None,
+    hasher: Hasher | None = None,
 ) -> Seen:
     """Look at everything; raise LaunchError with the first problem in full and the others behind it.
 
@@ -54,6 +62,7 @@ def preflight(
         *wrapper_problems(plan, wrapper),
         *image_problems(plan, images, facts),
         *(problem for spec in plan.specs for problem in _host_problems(plan, spec, hosts[spec.host], launching)),
+        *model_problems(plan, placed_models(plan, hosts, hasher)),
     ]
     if problems:
         more = "".join(f"; also: {problem.message}" for problem in problems[1:])
@@ -231,6 +240,29 @@ def _pinned_file_problems(plan: Plan, host: Host, entry: HostEntry) -> Iterator[
             yield LaunchError(
                 "IDENTITY_MISMATCH", f"{host.name}: model revision is {revision}, recipe pins {pins.model_revision}"
             )
+
+
+# --- the model
+
+
+def look_at(host: Host, entry: HostEntry, plan: Plan, hasher: Hasher | None) -> Model | None:
+    """The host's model folder, hashed if that was asked; None where the cluster file names none."""
+    if not entry.model:
+        return None
+    model = weights.look(host, entry.model, plan.recipe.weights)
+    return replace(model, sums=hasher.sums(host, model)) if hasher and not model.problem else model
+
+
+def placed_models(plan: Plan, hosts: Mapping[str, Host], hasher: Hasher | None) -> list[Placed]:
+    """The model folder of every rank; all hosts are looked at at once."""
+    with ThreadPoolExecutor(max_workers=len(plan.specs)) as pool:
+        entries = plan.cluster.hosts
+        jobs = [pool.submit(look_at, hosts[s.host], entries[s.rank], plan, hasher) for s in plan.specs]
+        return [Placed(spec.rank, spec.host, job.result()) for spec, job in zip(plan.specs, jobs, strict=True)]
+
+
+def model_problems(plan: Plan, placed: Sequence[Placed]) -> Iterator[DsparkError]:
+    return weights.problems(plan.recipe.weights, weights.sums_of(plan.recipe), placed)
 
 
 def file_sha256(host: Host, path: str) -> str:

@@ -194,6 +194,19 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """What is true of the model folder: keys of config.json, number of shards, and the index's total size (0: not
+    stated). `sums` names a list of sha256 beside the recipe, which is compared when the bytes are hashed."""
+
+    pattern: str = "*.safetensors"
+    index: str = "model.safetensors.index.json"
+    shards: int = 0
+    total_size: int = 0
+    sums: str = ""
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Asymmetry:
     """Whether a difference between ranks is an `error` or is only recorded (`record`), by kind."""
 
@@ -222,6 +235,8 @@ class Recipe:
     pin_labels: tuple[tuple[str, str], ...]
     inside: Inside
     asymmetry: Asymmetry
+    weights: Weights
+    folder: Path
     labels: tuple[tuple[str, str], ...]
     serve: Serve
     env: tuple[tuple[str, str], ...]
@@ -333,6 +348,7 @@ _TOP_KEYS = frozenset(
         "pin_labels",
         "inside",
         "asymmetry",
+        "weights",
         "labels",
         "serve",
         "env",
@@ -367,6 +383,8 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         pin_labels=_strings(data.get("pin_labels", {}), f"{where}: pin_labels"),
         inside=_inside(_table(data, "inside", where), f"{where}: inside"),
         asymmetry=_asymmetry(_table(data, "asymmetry", where), f"{where}: asymmetry"),
+        weights=_weights(_table(data, "weights", where), f"{where}: weights"),
+        folder=Path(where).parent,
         labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
         env=_strings(data.get("env", {}), f"{where}: env"),
@@ -430,7 +448,7 @@ def _build(kind: type[_T], table: Mapping[str, Any], where: str) -> _T:
     _known(table, names, where)
     for key, value in table.items():
         default = names[key].default
-        if isinstance(default, (bool, float, str)) and not _like(value, default):
+        if isinstance(default, (bool, int, float, str)) and not _like(value, default):
             kind_name = type(default).__name__
             raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be {kind_name}, found {value!r}")
     try:
@@ -470,6 +488,10 @@ def _inside(table: dict[str, Any], where: str) -> Inside:
         key: _list(table[key], f"{where}.{key}") for key in ("paths", "libraries", "files", "hashed") if key in table
     }
     return _build(Inside, table | lists, where)
+
+
+def _weights(table: dict[str, Any], where: str) -> Weights:
+    return _build(Weights, {**table, "config": tuple(sorted(_table(table, "config", where).items()))}, where)
 
 
 def _list(value: Any, where: str) -> tuple[str, ...]:

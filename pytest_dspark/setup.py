@@ -28,6 +28,7 @@ class Options:
     profile: str = ""
     endpoint: str = ""
     model: str = ""
+    weights: str = ""
 
 
 def folders(root: Path, kind: str) -> list[Path]:
@@ -55,6 +56,7 @@ def rehearsal_cluster(environ: Mapping[str, str] = os.environ) -> Cluster:
             interface="lo",
             rdma="none",
             bundle=bundle,
+            model=str(PACKAGE / "rehearsal" / "model"),
             env=env,
         )
         for n in (1, 2)
@@ -77,6 +79,14 @@ def read_profile(name: str, options: Options) -> Profile:
             return load_profile(folder / f"{name}.env")
     known = sorted({path.stem for folder in places for path in folder.glob("*.env")})
     raise ConfigError("PROFILE_INVALID", f"profile {name!r} is not known, expected a path or one of {', '.join(known)}")
+
+
+def checked_weights(options: Options) -> str:
+    """How the bytes of the weights are compared: `sizes` or `sha256`. Raises USAGE."""
+    value = options.weights or "sizes"
+    if value not in ("sizes", "sha256"):
+        raise ConfigError("USAGE", f"--dspark-weights must be sizes or sha256, found {value!r}")
+    return value
 
 
 def make_plans(options: Options, marks: Iterable[str]) -> dict[str, Plan]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pytest_dspark import gate, kept, launch
@@ -21,6 +22,7 @@ from pytest_dspark.evidence import RunFolder, Stopwatch
 from pytest_dspark.plan import Plan
 from pytest_dspark.preflight import preflight
 from pytest_dspark.verdict import Finding
+from pytest_dspark.weights import Hasher
 
 WATCH_S = 0.5
 # The longest sleep of a thread that waits for another: the kernel may hand a signal to any thread, and Python's handler
@@ -30,11 +32,13 @@ LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """How the engine is acquired: `keep` leaves it up at the end, `attach` never starts or stops one."""
+    """How the engine is acquired: `keep` leaves it up at the end, `attach` never starts or stops one. `sums` is the file of
+    known digests if every byte of the weights is to be hashed."""
 
     keep: bool = False
     attach: bool = False
     api_key: str = ""
+    sums: Path | None = None
 
 
 @dataclass(slots=True)
@@ -216,7 +220,8 @@ class Stage:
         plan = session.plan
         session.hosts = {entry.name: self._open_host(entry, plan) for entry in plan.cluster.hosts}
         session.say = self._say_for(session)
-        session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set)
+        hasher = Hasher(self._options.sums, session.say, self._cancelled.is_set) if self._options.sums else None
+        session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set, hasher)
         self._live = session
         session.engine = self._start(session)
         endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key)
@@ -236,7 +241,8 @@ class Stage:
         kept_by = None if self._options.attach else self._kept.peek(session.plan)
         with self._phase(session, "preflight"):
             launching = not (self._options.attach or kept_by)
-            session.seen = preflight(session.plan, session.hosts, launching=launching).as_json()
+            seen = preflight(session.plan, session.hosts, launching=launching, hasher=site.hasher)
+            session.seen = seen.as_json()
             self._run.write(f"{session.mark}/preflight.json", session.seen)
         if self._options.attach:
             return launch.adopt(site, run_id=None)

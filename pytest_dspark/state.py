@@ -81,6 +81,7 @@ def controller_state(
 ) -> State:
     """Read all files, create the run folder, build the stage. Raises ConfigError; no host is touched."""
     plans = setup.make_plans(options, marks)
+    setup.checked_weights(options)
     root = Path(out).absolute() if out else default_root()
     run = new_run(root, secrets_known=_secrets(plans))
     recipe = next(iter(plans.values())).recipe
@@ -88,7 +89,11 @@ def controller_state(
     def masked_say(text: str) -> None:
         say(run.masked(text))
 
-    stage: Any = ForeignStage(plans) if options.endpoint else _stage(plans, run, root, keep, attach, masked_say)
+    stage: Any = (
+        ForeignStage(plans)
+        if options.endpoint
+        else _stage(plans, run, root, _stage_options(options, root, keep, attach), masked_say)
+    )
     return State(options, plans, recipe, run, stage, masked_say, controller=True)
 
 
@@ -98,17 +103,22 @@ def _secrets(plans: Mapping[str, Plan]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(secret_values([*pairs, ("DSPARK_API_KEY", api_key)])))
 
 
+def _stage_options(options: setup.Options, root: Path, keep: bool, attach: bool) -> StageOptions:
+    hashing = setup.checked_weights(options) == "sha256"
+    api_key = os.environ.get("DSPARK_API_KEY", "")
+    return StageOptions(keep, attach, api_key, root / "weights.json" if hashing else None)
+
+
 def _stage(
-    plans: Mapping[str, Plan], run: RunFolder, root: Path, keep: bool, attach: bool, say: Callable[[str], None]
+    plans: Mapping[str, Plan], run: RunFolder, root: Path, options: StageOptions, say: Callable[[str], None]
 ) -> Stage:
     def opened(entry: HostEntry, plan: Plan) -> Host:
         return open_host(entry, cluster=plan.cluster.name, state=root / "hosts")
 
-    api_key = os.environ.get("DSPARK_API_KEY", "")
     return Stage(
         plans,
         run,
-        StageOptions(keep=keep, attach=attach, api_key=api_key),
+        options,
         open_host=opened,
         say=say,
         kept_store=KeptStore(root / "kept"),

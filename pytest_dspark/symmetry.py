@@ -78,12 +78,18 @@ def symmetry(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
 
 
 def _launch_alike(plan: Plan, first: Rank, rank: Rank, sheet: Sheet) -> None:
-    mine = mask_argv(without_rank(serve_argv(first.facts.path, first.facts.args)))
-    theirs = mask_argv(without_rank(serve_argv(rank.facts.path, rank.facts.args)))
+    mine, theirs = _alike(plan, first), _alike(plan, rank)
     what = "command line equal to rank 0 but for rank, headless and addresses"
     sheet.add(what, rank.number, list(mine), list(theirs))
     sheet.add("environment equal to rank 0 but for declared keys", rank.number, {}, _differences(plan, first, rank))
     sheet.add("image equal to rank 0", rank.number, first.facts.image_id, rank.facts.image_id)
+
+
+def _alike(plan: Plan, rank: Rank) -> tuple[str, ...]:
+    """The command line without what is the rank's own; a process names its host's model folder, a container the mount."""
+    folder = plan.cluster.hosts[rank.number].model if rank.process else ""
+    words = without_rank(serve_argv(rank.facts.path, rank.facts.args))
+    return mask_argv(["(model folder)" if folder and word == folder else word for word in words])
 
 
 def _differences(plan: Plan, first: Rank, rank: Rank) -> dict[str, Any]:

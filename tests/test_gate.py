@@ -14,10 +14,12 @@ from pytest_dspark.launch import labelled
 from pytest_dspark.plan import plan
 from pytest_dspark.profile import load_profile
 from pytest_dspark.recipe import load_recipe
+from pytest_dspark.weights import File, Model
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "sha256:2dfe24a303743722046c55bf2cf3ef9c9e6a40a008f73be16f9aa5c2ca38cf9b"
 RUN = "20260101T000000Z-0000abcd"
+SHARDS = tuple(File(f"model-{n:05}-of-00048.safetensors", 1000 + n, "1.5", n) for n in range(1, 49))
 MANIFEST = "f6777b31e8c8977361d629ca99c37a199d3b52b9abc134f1de624eb202f083a9"
 
 
@@ -83,6 +85,13 @@ def good_rank(made, number):
             kernel="6.17.0",
             driver="580.126",
         ),
+        model=Model(
+            "/srv/models/m",
+            {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 43},
+            SHARDS,
+            tuple(shard.name for shard in SHARDS),
+            sum(shard.size for shard in SHARDS),
+        ),
     )
 
 
@@ -127,6 +136,10 @@ def inside(rank, **changes):
     return dataclasses.replace(rank, inventory=dataclasses.replace(rank.inventory, **changes))
 
 
+def model(rank, **changes):
+    return dataclasses.replace(rank, model=dataclasses.replace(rank.model, **changes))
+
+
 def machine(rank, **changes):
     return dataclasses.replace(rank, machine=dataclasses.replace(rank.machine, **changes))
 
@@ -168,6 +181,19 @@ MUTATIONS = {
     "GPU driver": (lambda r: inside(r, driver="580.159"), "symmetry"),
     "no inventory": (lambda r: dataclasses.replace(r, inventory=Inventory(missing="no python3")), "symmetry"),
     "another architecture of the host": (lambda r: machine(r, architecture="amd64"), "symmetry"),
+    "a key of config.json": (lambda r: model(r, config={**r.model.config, "model_type": "llama"}), "weights"),
+    "an unpinned key of config.json": (
+        lambda r: model(r, config={**r.model.config, "num_hidden_layers": 42}),
+        "weights",
+    ),
+    "a shard fewer": (lambda r: model(r, shards=SHARDS[1:]), "weights"),
+    "a shard of another size": (
+        lambda r: model(r, shards=(dataclasses.replace(SHARDS[0], size=9), *SHARDS[1:])),
+        "weights",
+    ),
+    "an empty shard": (lambda r: model(r, shards=(dataclasses.replace(SHARDS[0], size=0), *SHARDS[1:])), "weights"),
+    "another byte": (lambda r: model(r, sums={SHARDS[0].name: "0" * 64}), "weights"),
+    "no folder": (lambda r: model(r, problem="cannot be read"), "weights"),
     "another program": (lambda r: facts(r, path="/tmp/vllm"), "argv"),
     "another source": (
         lambda r: facts(r, mounts=tuple({**m, "Source": "/tmp"} for m in r.facts.mounts)),

@@ -26,6 +26,7 @@ GATE = [
     "container",
     "mounts",
     "model",
+    "weights",
     "compilation",
     "markers",
     "forbidden",
@@ -144,6 +145,21 @@ def test_a_subset_is_not_an_acceptance(place):
     assert session.process.returncode == 0 and session.run_json()["accepted"] is None
     assert "subset: not an acceptance" in session.text.strip().splitlines()[-1]
     assert place.living() == [], "without a teardown case the engine is stopped all the same"
+
+
+# --- the model folder
+
+
+def test_one_flipped_byte_of_the_weights_is_refused_and_named(place):
+    other = place.folder / "model"
+    shutil.copytree(BUNDLE / "model", other)
+    place.models = (BUNDLE / "model", other)
+    shard = other / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(b"part 2", b"part 3"))
+    session = place.run("--dspark-weights=sha256")
+    assert_refused(session, "IDENTITY_MISMATCH: rank 1 (host-2): sha256 of shards equal to host-1")
+    assert shard.name in session.text and "hashing" in session.text
+    assert session.verdicts()["launch"] == "ERROR"
 
 
 # --- usage
