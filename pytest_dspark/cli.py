@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from pytest_dspark import setup
+from pytest_dspark import doctor, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import default_root
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
+from pytest_dspark.preflight import survey
 
 GRACE_S = 30.0
 
@@ -43,7 +46,22 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--run", required=True, metavar="ID", help="the run whose ranks are stopped; others are left alone"
     )
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "say whether a launch would be allowed, host by host, with what to do; changes nothing"
+    command = commands.add_parser("doctor", help=text, description=text)
+    command.add_argument("--cluster", required=True, metavar="FILE|rehearsal", help="the cluster to look at")
+    command.add_argument("--recipe", default="", metavar="NAME", help="default: the one that the cluster file names")
+    command.add_argument("--profile", default="", metavar="NAME", help="default: the one that the recipe names")
+    command.add_argument("--mark", default="production", help="whose profile (default: production)")
+    command.add_argument(
+        "--out", metavar="DIR", default="", help="where runs are kept (default: the user's data folder)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(action=_doctor)
 
 
 def _root(arguments: argparse.Namespace) -> Path:
@@ -59,6 +77,19 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     cluster = _cluster(arguments)
     return [open_host(entry, cluster=cluster.name, state=_root(arguments) / "hosts") for entry in cluster.hosts]
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    options = setup.Options(Path.cwd(), arguments.cluster, arguments.recipe, arguments.profile)
+    plan = setup.make_plans(options, [arguments.mark])[arguments.mark]
+    hosts = {host.name: host for host in _hosts(arguments)}
+    try:
+        rows = survey(plan, hosts).rows
+    finally:
+        for host in hosts.values():
+            host.close()
+    print(json.dumps(doctor.as_json(rows), indent=1) if arguments.json else doctor.table(rows))
+    return 0 if doctor.allowed(rows) else 1
 
 
 def _ps(arguments: argparse.Namespace) -> int:

@@ -71,6 +71,7 @@ class HostFacts:
     api_version: str = ""
     image_store: str = ""
     address: str = ""
+    data_root: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,39 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a host must be before a launch. `required` names the looks that refuse when they are bad or cannot be made;
+    the others warn. `memory_knob` is the profile's share of all memory that must be free; 0 or empty: not looked at."""
+
+    required: tuple[str, ...] = ()
+    clock_s: float = 2.0
+    disk_gib: float = 0.0
+    memory_knob: str = ""
+    pressure_percent: float = 5.0
+    swap_gib: float = 1.0
+    ping_bytes: int = 0
+
+
+PREFLIGHT_CHECKS = frozenset(
+    [
+        "clock",
+        "disk",
+        "memory",
+        "pressure",
+        "swap",
+        "gpu-processes",
+        "gpu",
+        "interface",
+        "rdma",
+        "gid",
+        "jumbo",
+        "cache",
+        "api",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Asymmetry:
     """Whether a difference between ranks is an `error` or is only recorded (`record`), by kind."""
 
@@ -236,6 +269,7 @@ class Recipe:
     inside: Inside
     asymmetry: Asymmetry
     weights: Weights
+    preflight: Preflight
     folder: Path
     labels: tuple[tuple[str, str], ...]
     serve: Serve
@@ -349,6 +383,7 @@ _TOP_KEYS = frozenset(
         "inside",
         "asymmetry",
         "weights",
+        "preflight",
         "labels",
         "serve",
         "env",
@@ -384,6 +419,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         inside=_inside(_table(data, "inside", where), f"{where}: inside"),
         asymmetry=_asymmetry(_table(data, "asymmetry", where), f"{where}: asymmetry"),
         weights=_weights(_table(data, "weights", where), f"{where}: weights"),
+        preflight=_preflight(_table(data, "preflight", where), f"{where}: preflight"),
         folder=Path(where).parent,
         labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
@@ -492,6 +528,15 @@ def _inside(table: dict[str, Any], where: str) -> Inside:
 
 def _weights(table: dict[str, Any], where: str) -> Weights:
     return _build(Weights, {**table, "config": tuple(sorted(_table(table, "config", where).items()))}, where)
+
+
+def _preflight(table: dict[str, Any], where: str) -> Preflight:
+    required = _list(table.get("required", []), f"{where}.required")
+    for name in required:
+        if name not in PREFLIGHT_CHECKS:
+            known = ", ".join(sorted(PREFLIGHT_CHECKS))
+            raise ConfigError("RECIPE_INVALID", f"{where}.required: {name!r} is no look, expected some of {known}")
+    return _build(Preflight, {**table, "required": required}, where)
 
 
 def _list(value: Any, where: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, Stopwatch
 from pytest_dspark.plan import Plan
-from pytest_dspark.preflight import preflight
+from pytest_dspark.preflight import refuse, survey
 from pytest_dspark.verdict import Finding
 from pytest_dspark.weights import Hasher
 
@@ -241,9 +241,12 @@ class Stage:
         kept_by = None if self._options.attach else self._kept.peek(session.plan)
         with self._phase(session, "preflight"):
             launching = not (self._options.attach or kept_by)
-            seen = preflight(session.plan, session.hosts, launching=launching, hasher=site.hasher)
+            seen = survey(session.plan, session.hosts, launching=launching, hasher=site.hasher)
             session.seen = seen.as_json()
             self._run.write(f"{session.mark}/preflight.json", session.seen)
+            refuse(seen)
+            for warning in seen.warnings():
+                session.say(f"warning: {warning}")
         if self._options.attach:
             return launch.adopt(site, run_id=None)
         if kept_by and self._kept.claim(session.plan, kept_by):

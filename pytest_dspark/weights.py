@@ -164,18 +164,17 @@ def _apart(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Any, Any
     return {key: mine.get(key, "not there") for key in keys}, {key: theirs.get(key, "not there") for key in keys}
 
 
-def problems(weights: Weights, sums: Mapping[str, str], placed: Sequence[Placed]) -> Iterator[DsparkError]:
-    """What refuses a launch before anything is created."""
+def problems(weights: Weights, sums: Mapping[str, str], placed: Sequence[Placed]) -> Iterator[tuple[str, DsparkError]]:
+    """What refuses a launch before anything is created, with the host of each."""
     sheet = Sheet()
     compare(weights, sums, placed, sheet)
-    missing = {place.rank: place.model.problem for place in placed if place.model}
+    unread = {place.host: place.model.problem for place in placed if place.model and place.model.problem}
     for comparison in sheet.comparisons:
         if hold(comparison.as_json()):
             continue
-        if missing.get(comparison.rank or 0):
-            yield LaunchError("MODEL_MISSING", f"{comparison.host}: {missing[comparison.rank or 0]}")
-        else:
-            yield LaunchError("IDENTITY_MISMATCH", sentence(comparison.as_json()))
+        host, said = comparison.host, sentence(comparison.as_json()).partition("): ")[2]
+        code, text = ("MODEL_MISSING", unread[host]) if host in unread else ("IDENTITY_MISMATCH", said)
+        yield host, LaunchError(code, f"{host}: {text}")
 
 
 # --- every byte

@@ -161,6 +161,7 @@ class DockerHost:
             api_version=api.api_version,
             image_store=image_store(info),
             address=self._connection.address,
+            data_root=info.get("DockerRootDir", ""),
         )
 
     def read(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
