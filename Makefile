@@ -4,11 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test rehearse lab lab-faults lab-down clean
+.PHONY: help install test identity rehearse lab lab-faults lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
+	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
@@ -32,6 +33,9 @@ test: $(BIN)/.installed-dev
 	$(BIN)/mypy
 	cd pytest_dspark/rehearsal && $(CURDIR)/$(BIN)/mypy --strict --config-file= --cache-dir=$(CURDIR)/.mypy_cache/rehearsal rank.py
 	$(BIN)/python -m pytest tests
+
+identity: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest tests/test_identity.py -q -s -n0
 
 rehearse: $(BIN)/.installed
 	$(BIN)/python -m pytest suites -m production --dspark-cluster rehearsal

@@ -126,6 +126,7 @@ class RankFacts:
     network_mode: str = ""
     ipc_mode: str = ""
     image_reference: str = ""
+    name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -369,6 +369,7 @@ def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> 
                 "cudagraph_implementation"
             ),
             "runtime_identity": {_role(rank): _identity(plan, rank) for rank in ranks},
+            "identity": {_role(rank): identity.record(rank) for rank in ranks},
             "models": {"ids": api.model_ids, "max_model_len": api.max_model_len, "version": api.version or None},
             **_canary_sections(plan, api),
             "runtime_logs": {_role(rank): _log_section(plan, rank, report) for rank in ranks},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from pytest_dspark.hosts.options import planned, settled
 from pytest_dspark.inventory import NOT_TAKEN, Inventory
 from pytest_dspark.logs import RankLog, read_log
 from pytest_dspark.plan import Plan
-from pytest_dspark.sanitize import mask_argv
+from pytest_dspark.sanitize import mask_argv, mask_env
 from pytest_dspark.weights import Model
 
 RANK_FLAGS = {"--node-rank": 1, "--headless": 0, "--host": 1, "--port": 1}
@@ -258,9 +258,11 @@ def restarts(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
 def container(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
     """The options and the ownership marks with which each rank was made."""
     for rank, spec in zip(ranks, plan.specs, strict=True):
-        sheet.add("host of the rank", rank.number, spec.host, rank.host)
+        sheet.add("host of the rank", spec.rank, [spec.rank, spec.host], [rank.number, rank.host])
+        sheet.add("name of the rank", rank.number, spec.name, rank.facts.name, **rank.where)
         if rank.run_id:
             wanted = dict(spec.labels) | {RUN_LABEL: rank.run_id, FINGERPRINT_LABEL: plan.fingerprint}
+            sheet.add("made of", rank.number, spec.bundle if rank.process else spec.image, _made_of(rank), **rank.where)
             sheet.add("marks of the launch", rank.number, {**rank.image.labels, **wanted}, dict(rank.facts.labels))
         else:
             sheet.not_observable.append(f"rank {rank.number} was not launched by this run and carries no marks of it")
@@ -268,6 +270,21 @@ def container(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
             sheet.not_observable.append(f"rank {rank.number} is a process and has no container options")
             continue
         _options(rank, ranks[0], spec, sheet)
+
+
+def _made_of(rank: Rank) -> str:
+    """The name of the image, or the folder of the bundle, from which the rank was made."""
+    return rank.image.reference if rank.process else rank.facts.image_reference
+
+
+def record(rank: Rank) -> dict[str, Any]:
+    """All that was read of the rank but its log, as JSON, secrets masked. Hashes of package files only by their number."""
+    whole = asdict(replace(rank, log_text=""))
+    whole["facts"] |= {"path": rank.facts.path, "args": list(mask_argv([rank.facts.path, *rank.facts.args])[1:])}
+    whole["facts"]["environment"] = [f"{key}={value}" for key, value in mask_env(rank.environment.items())]
+    whole["inventory"]["hashes"] = {name: len(files or ()) for name, files in rank.inventory.hashes.items()}
+    del whole["log_text"]
+    return whole
 
 
 def _options(rank: Rank, first: Rank, spec: RankSpec, sheet: Sheet) -> None:

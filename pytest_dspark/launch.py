@@ -227,7 +227,7 @@ def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
     while gate.missing_markers(site.plan, ranks) and site.clock() < deadline and not site.cancelled():
         site.sleep(0.5)
         ranks = read_ranks(site, engine)
-    ranks = [_with_model(site, _with_inventory(site, rank)) for rank in ranks]
+    ranks = [whole(site, rank) for rank in ranks]
     report = gate.examine(site.plan, ranks, api)
     site.run.write(f"{site.plan.mark}/runtime-gate.json", gate.as_file(site.plan, ranks, api, report))
     return report
@@ -254,6 +254,11 @@ def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
         model_revision=_marker(site, host, rank_id, spec),
         run_id=run_id,
     )
+
+
+def whole(site: Site, rank: gate.Rank) -> gate.Rank:
+    """The rank with what lies inside it and with its model folder."""
+    return _with_model(site, _with_inventory(site, rank))
 
 
 def _with_inventory(site: Site, rank: gate.Rank, *, hashed: Sequence[str] = ()) -> gate.Rank:

@@ -63,7 +63,10 @@ TRAITS = (
 
 def symmetry(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
     """Every rank against rank 0: command line, environment, image, and what lies inside."""
-    for rank in ranks[1:]:
+    words = [_alike(entry.model, rank) for entry, rank in zip(plan.cluster.hosts, ranks, strict=True)]
+    for rank, theirs in zip(ranks[1:], words[1:], strict=True):
+        what = "command line equal to rank 0 but for rank, headless and addresses"
+        sheet.add(what, rank.number, list(words[0]), list(theirs))
         _launch_alike(plan, ranks[0], rank, sheet)
     for rank in ranks:
         if plan.recipe.inside.required:
@@ -78,16 +81,13 @@ def symmetry(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
 
 
 def _launch_alike(plan: Plan, first: Rank, rank: Rank, sheet: Sheet) -> None:
-    mine, theirs = _alike(plan, first), _alike(plan, rank)
-    what = "command line equal to rank 0 but for rank, headless and addresses"
-    sheet.add(what, rank.number, list(mine), list(theirs))
     sheet.add("environment equal to rank 0 but for declared keys", rank.number, {}, _differences(plan, first, rank))
     sheet.add("image equal to rank 0", rank.number, first.facts.image_id, rank.facts.image_id)
 
 
-def _alike(plan: Plan, rank: Rank) -> tuple[str, ...]:
+def _alike(model: str, rank: Rank) -> tuple[str, ...]:
     """The command line without what is the rank's own; a process names its host's model folder, a container the mount."""
-    folder = plan.cluster.hosts[rank.number].model if rank.process else ""
+    folder = model if rank.process else ""
     words = without_rank(serve_argv(rank.facts.path, rank.facts.args))
     return mask_argv(["(model folder)" if folder and word == folder else word for word in words])
 

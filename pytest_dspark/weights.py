@@ -150,6 +150,8 @@ def _of_recipe(weights: Weights, sums: Mapping[str, str], place: Placed, model: 
 def _alike(first: Placed, place: Placed, sheet: Sheet) -> None:
     mine, theirs = first.model or Model(""), place.model or Model("")
     where = f"equal to {first.host}"
+    indexes = [[sorted(model.indexed), model.total_size] for model in (mine, theirs)]
+    sheet.add(f"index {where}", place.rank, indexes[0], indexes[1], host=place.host)
     sheet.add(f"config.json {where}", place.rank, *_apart(mine.config, theirs.config), host=place.host)
     sheet.add(f"shards and sizes {where}", place.rank, *_apart(mine.sizes, theirs.sizes), host=place.host)
     if mine.sums or theirs.sums:

@@ -60,13 +60,20 @@ def good_rank(made, number):
         restart_policy="no",
         restart_count=0,
         started_at="t",
+        name=spec.name,
         image_reference=spec.image,
+        network_mode="host",
+        ipc_mode="host",
         options=create_body(spec.host, spec)["HostConfig"],
     )
-    image = ImageFacts("i", IMAGE, "config", "arm64", dict(made.recipe.labels), tags=(spec.image,))
+    image = ImageFacts(
+        "i", IMAGE, "config", "arm64", dict(made.recipe.labels), tags=(spec.image,), repo_digests=("r@sha256:11",)
+    )
     marks = {**image.labels, **dict(labelled(spec, RUN, made.fingerprint).labels)}
     facts = dataclasses.replace(facts, labels=marks)
-    machine = HostFacts("docker", spec.host, "6.17.0", "arm64", "29.1", "1.52", "overlay2")
+    machine = HostFacts(
+        "docker", spec.host, "6.17.0", "arm64", "29.1", "1.52", "overlay2", "unix:///x", "/var/lib/docker"
+    )
     return Rank(
         number,
         spec.host,
@@ -82,6 +89,7 @@ def good_rank(made, number):
             packages={"vllm": made.recipe.pins.package, "torch": "2.11.0+cu130"},
             mapped={"/x/nvidia/nccl/lib/libnccl.so.2": "aa" * 32},
             files={"/etc/nccl.conf": "bb" * 32},
+            hashes={"vllm": {"vllm/engine.py": "dd" * 32}},
             kernel="6.17.0",
             driver="580.126",
         ),

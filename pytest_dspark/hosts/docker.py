@@ -235,6 +235,7 @@ class DockerHost:
             started_at=_stamp(found["State"].get("StartedAt")),
             network_mode=host_config.get("NetworkMode", ""),
             ipc_mode=host_config.get("IpcMode", ""),
+            name=str(found.get("Name", "")).removeprefix("/"),
             image_reference=(found.get("Config") or {}).get("Image", ""),
             options={key: host_config[key] for key in HOST_KEYS if host_config.get(key)},
         )

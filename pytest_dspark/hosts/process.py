@@ -130,6 +130,7 @@ class ProcessHost:
             restart_policy="no",
             restart_count=0,
             started_at=proctable.started_at(rank.first),
+            name=rank.marks.name,
         )
 
     def _labels_of(self, rank: _Rank) -> Mapping[str, str]:
