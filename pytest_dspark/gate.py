@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_dspark import identity, weights
+from pytest_dspark import freeze, identity, manifest, weights
 from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
+from pytest_dspark.behaviour import Observation
 from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import DsparkError
@@ -54,6 +55,8 @@ REQUIREMENTS = (
     "compilation",
     "markers",
     "forbidden",
+    "frozen",
+    "behaviour",
     "canaries",
 )
 
@@ -65,11 +68,21 @@ def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
 
 def _pins(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     identity.pins(plan, ranks, api.version, sheet)
+    manifest.compare(plan, ranks, sheet)
 
 
 def _weights(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     placed = [weights.Placed(rank.number, rank.host, rank.model) for rank in ranks]
     weights.compare(plan.recipe.weights, weights.sums_of(plan.recipe), placed, sheet)
+
+
+def _frozen(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    freeze.compare(freeze.read(plan.recipe), plan, ranks, sheet)
+
+
+def _behaviour(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    frozen = freeze.read(plan.recipe)
+    freeze.compare_behaviour(frozen, plan.mark, api.behaviour, plan.recipe.behaviour, sheet)
 
 
 def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
@@ -176,6 +189,7 @@ class Api:
     max_model_len: int | None
     version: str
     canaries: Mapping[str, Mapping[str, Any]]
+    behaviour: Observation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +226,8 @@ _EXAMINERS: dict[str, _Examiner] = {
     "compilation": _compilation,
     "markers": _markers,
     "forbidden": _forbidden,
+    "frozen": _frozen,
+    "behaviour": _behaviour,
     "canaries": _canaries,
 }
 

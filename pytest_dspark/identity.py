@@ -45,6 +45,7 @@ class Rank:
     run_id: str = ""
     inventory: Inventory = NOT_TAKEN
     model: Model | None = None
+    manifest: str | None = None
 
     @cached_property
     def log(self) -> RankLog:
@@ -283,7 +284,7 @@ def record(rank: Rank) -> dict[str, Any]:
     whole["facts"] |= {"path": rank.facts.path, "args": list(mask_argv([rank.facts.path, *rank.facts.args])[1:])}
     whole["facts"]["environment"] = [f"{key}={value}" for key, value in mask_env(rank.environment.items())]
     whole["inventory"]["hashes"] = {name: len(files or ()) for name, files in rank.inventory.hashes.items()}
-    del whole["log_text"]
+    del whole["log_text"], whole["manifest"]
     return whole
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import gate, inventory
+from pytest_dspark import behaviour, freeze, gate, inventory, manifest
 from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, Host, RankSpec, RankState
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError, LaunchError
@@ -221,13 +221,18 @@ def _probe(site: Site, endpoint: Endpoint) -> bool:
 
 def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
     """Ask the canaries, then read both ranks, compare, and write runtime-gate.json. Raises nothing for a failed gate."""
+    frozen = freeze.read(site.plan.recipe)
     api = gate.ask_api(endpoint, site.plan.recipe.canaries)
+    if frozen and frozen.reference(site.plan.mark):
+        api = replace(api, behaviour=behaviour.observed(endpoint))
+        site.run.write(f"{site.plan.mark}/behaviour.json", api.behaviour.as_json() if api.behaviour else {})
     deadline = site.clock() + MARKER_WAIT_S
     ranks = read_ranks(site, engine)
     while gate.missing_markers(site.plan, ranks) and site.clock() < deadline and not site.cancelled():
         site.sleep(0.5)
         ranks = read_ranks(site, engine)
-    ranks = [whole(site, rank) for rank in ranks]
+    hashed = site.plan.recipe.inside.hashed if frozen else ()
+    ranks = [whole(site, rank, hashed) for rank in ranks]
     report = gate.examine(site.plan, ranks, api)
     site.run.write(f"{site.plan.mark}/runtime-gate.json", gate.as_file(site.plan, ranks, api, report))
     return report
@@ -248,7 +253,8 @@ def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
         facts=facts,
         image=host.image(facts.image_id if entry.docker else spec.bundle),
         log_text=read_text(site.log_path(spec.rank)),
-        manifest_sha256=_manifest(site, host, rank_id, spec),
+        manifest_sha256=_manifest_sum(site, host, rank_id, spec),
+        manifest=_manifest(site, host, rank_id, spec),
         process=entry.process,
         machine=host.facts(),
         model_revision=_marker(site, host, rank_id, spec),
@@ -256,16 +262,17 @@ def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
     )
 
 
-def whole(site: Site, rank: gate.Rank) -> gate.Rank:
-    """The rank with what lies inside it and with its model folder."""
-    return _with_model(site, _with_inventory(site, rank))
+def whole(site: Site, rank: gate.Rank, hashed: Sequence[str] = ()) -> gate.Rank:
+    """The rank with what lies inside it, every file of the `hashed` packages included, and with its model folder."""
+    return _with_model(site, _with_inventory(site, rank, hashed))
 
 
-def _with_inventory(site: Site, rank: gate.Rank, *, hashed: Sequence[str] = ()) -> gate.Rank:
+def _with_inventory(site: Site, rank: gate.Rank, hashed: Sequence[str]) -> gate.Rank:
     """The rank with what lies inside it, told by its own interpreter."""
     spec, inside = site.plan.specs[rank.number], site.plan.recipe.inside
     python = spec.argv[0] if rank.process else inside.python
-    asked = inventory.order(inside, paths=spec.package_folders, root=_root(rank), hashed=hashed)
+    extra = sorted(manifest.patched_files(manifest.parse(rank.manifest)))
+    asked = inventory.order(inside, paths=spec.package_folders, root=_root(rank), hashed=hashed, extra=extra)
     return replace(rank, inventory=inventory.take(site.host(spec), rank.facts.rank_id, python, asked))
 
 
@@ -293,12 +300,22 @@ def _marker(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
 
 
 def _manifest(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
+    """The runtime manifest as the rank itself sees it."""
+    target = _manifest_target(site, spec)
+    done = host.read_in(rank_id, ["cat", target]) if target else None
+    return done.text if done and done.code == 0 else None
+
+
+def _manifest_sum(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
     """sha256 of the runtime manifest as the rank itself sees it."""
+    target = _manifest_target(site, spec)
+    done = host.read_in(rank_id, ["sha256sum", target]) if target else None
+    return done.text.split()[0] if done and done.code == 0 and done.text else None
+
+
+def _manifest_target(site: Site, spec: RankSpec) -> str:
     target = site.plan.recipe.pins.manifest_target
-    if not target or not any(mount.target == target for mount in spec.mounts):
-        return None
-    done = host.read_in(rank_id, ["sha256sum", target])
-    return done.text.split()[0] if done.code == 0 and done.text else None
+    return target if any(mount.target == target for mount in spec.mounts) else ""
 
 
 # --- stopping

@@ -174,6 +174,8 @@ class Pins:
     manifest_sha256: str = ""
     manifest_target: str = ""
     image_store: str = ""
+    freeze: str = ""
+    freeze_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,7 @@ class Recipe:
     asymmetry: Asymmetry
     weights: Weights
     preflight: Preflight
+    behaviour: Mapping[str, float]
     folder: Path
     labels: tuple[tuple[str, str], ...]
     serve: Serve
@@ -384,6 +387,7 @@ _TOP_KEYS = frozenset(
         "asymmetry",
         "weights",
         "preflight",
+        "behaviour",
         "labels",
         "serve",
         "env",
@@ -420,6 +424,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         asymmetry=_asymmetry(_table(data, "asymmetry", where), f"{where}: asymmetry"),
         weights=_weights(_table(data, "weights", where), f"{where}: weights"),
         preflight=_preflight(_table(data, "preflight", where), f"{where}: preflight"),
+        behaviour=_behaviour(_table(data, "behaviour", where), f"{where}: behaviour"),
         folder=Path(where).parent,
         labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
@@ -537,6 +542,15 @@ def _preflight(table: dict[str, Any], where: str) -> Preflight:
             known = ", ".join(sorted(PREFLIGHT_CHECKS))
             raise ConfigError("RECIPE_INVALID", f"{where}.required: {name!r} is no look, expected some of {known}")
     return _build(Preflight, {**table, "required": required}, where)
+
+
+def _behaviour(table: dict[str, Any], where: str) -> dict[str, float]:
+    """Tolerances that take the place of the frozen spread's: `mean` and `single`, in units of log probability."""
+    _known(table, ("mean", "single"), where)
+    for key, value in table.items():
+        if not _like(value, 0.0) or not value > 0:
+            raise ConfigError("RECIPE_INVALID", f"{where}.{key} must be a number above 0, found {value!r}")
+    return table
 
 
 def _list(value: Any, where: str) -> tuple[str, ...]:
@@ -657,11 +671,13 @@ def _check_pins(recipe: Recipe, where: str) -> None:
         "integrated_vllm": ("a label under pin_labels", bool(by_label.get("integrated_vllm"))),
         "source_revision": ("a label under pin_labels", bool(by_label.get("source_revision"))),
         "model_revision": ("model_marker or a label", bool(pins.model_marker or by_label.get("model_revision"))),
+        "freeze": ("freeze_sha256", bool(pins.freeze_sha256)),
+        "freeze_sha256": ("freeze", bool(pins.freeze)),
         "manifest_sha256": ("manifest_target", bool(pins.manifest_target)),
     }
     for name, (needed, there) in ways.items():
         if getattr(pins, name) and not there:
-            raise ConfigError("RECIPE_INVALID", f"{where}: pins.{name} can be read nowhere, expected {needed}")
+            raise ConfigError("RECIPE_INVALID", f"{where}: pins.{name} can be read nowhere, it needs {needed}")
     if pins.id_kind not in ("config", "manifest", "bundle"):
         raise ConfigError(
             "RECIPE_INVALID", f"{where}: pins.id_kind must be config, manifest or bundle, found {pins.id_kind!r}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pytest_dspark.cluster import Cluster, HostEntry, load_cluster
 from pytest_dspark.errors import ConfigError
+from pytest_dspark.freeze import read as read_frozen
 from pytest_dspark.plan import Plan, plan
 from pytest_dspark.profile import Profile, load_profile
 from pytest_dspark.recipe import Recipe, find_recipe, load_recipe
@@ -106,6 +107,7 @@ def _plan(mark: str, options: Options, recipe: Recipe, cluster: Cluster) -> Plan
     if not name:
         known = ", ".join(name for name, _ in recipe.profiles)
         raise ConfigError("USAGE", f"recipe {recipe.name} has no profile for -m {mark}, expected one of {known}")
+    read_frozen(recipe)
     made = plan(read_profile(name, options), recipe, cluster, mark=mark)
     return replace(made, served_model=options.model or made.served_model) if options.endpoint else made
 
