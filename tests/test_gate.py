@@ -84,7 +84,14 @@ def good_rank(made, number):
         machine=machine,
         model_revision=made.recipe.pins.model_revision,
         run_id=RUN,
-        manifest=json.dumps({"schema_version": 3, "vllm_version": made.recipe.pins.package}),
+        manifest=json.dumps(
+            {
+                "schema_version": 3,
+                "vllm_version": made.recipe.pins.package,
+                "model_revision": made.recipe.pins.model_revision,
+                "integrated_vllm_commit": made.recipe.pins.integrated_vllm,
+            }
+        ),
         inventory=Inventory(
             python="3.12.3",
             packages={"vllm": made.recipe.pins.package, "torch": "2.11.0+cu130"},
