@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test identity rehearse lab lab-faults lab-down clean
+.PHONY: help install test identity rehearse lab lab-faults lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
@@ -12,6 +12,7 @@ help:
 	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
+	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
 
 # dev tools are wanted by `make test` alone
@@ -46,6 +47,9 @@ lab: $(BIN)/.installed
 
 lab-faults: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py
+
+lab-identity: $(BIN)/.installed-dev
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py
 
 lab-down:
 	$(LAB) down $(WIPE)
