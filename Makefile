@@ -11,7 +11,7 @@ help:
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
 	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
-	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
+	@echo "make lab-faults  refusals, signals, a killed rank, void rows on the lab (after make lab)"
 	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
 
@@ -46,7 +46,7 @@ lab: $(BIN)/.installed
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m production --dspark-cluster lab/cluster.toml
 
 lab-faults: $(BIN)/.installed-dev
-	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py lab/test_measure.py
 
 lab-identity: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 BAD = ("FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED")
@@ -12,7 +12,11 @@ BAD = ("FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run says. `accepted` is None where it has no meaning: rehearsal, subset, foreign endpoint."""
+    """What one run says. `accepted` is None where it has no meaning: rehearsal, subset, foreign endpoint.
+
+    `reasons` stand against publishing; `disclosures` must be published with the run. `resumed` is the run that this one
+    resumed, and `measured_in` counts the measured rows a run.
+    """
 
     accepted: bool | None
     met: bool
@@ -20,6 +24,9 @@ class Outcome:
     publishable: bool
     reasons: tuple[str, ...]
     counts: Mapping[str, int]
+    resumed: str = ""
+    measured_in: Mapping[str, int] = field(default_factory=dict)
+    disclosures: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -29,6 +36,9 @@ class Outcome:
             "publishable": self.publishable,
             "reasons": list(self.reasons),
             "counts": dict(self.counts),
+            "resumed": self.resumed or None,
+            "measured_in": dict(self.measured_in),
+            "disclosures": list(self.disclosures),
         }
 
 
@@ -42,6 +52,7 @@ def outcome(
     against_publishing: Sequence[str],
     interrupted: bool,
     foreign: bool = False,
+    resumed: str = "",
 ) -> Outcome:
     """Judge the run.
 
@@ -56,7 +67,8 @@ def outcome(
     missing = absent if narrowed else []
     unmet = _unmet(rows, required, missing)
     bad = [f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD]
-    reasons = [*unmet, *_no_requirement(required), *bad]
+    reasons = [*unmet, *_no_requirement(required), *bad, *_again(rows)]
+    measured_in = Counter(str(row.get("measured_in")) for row in rows if row.get("finding") is not None)
     met = not unmet and not missing and bool(required) and all(required.values()) and not interrupted
     subset = bool(missing)
     accepted = None if rehearsal or subset or foreign else met
@@ -68,7 +80,31 @@ def outcome(
         publishable=accepted is True and not reasons and not against_publishing,
         reasons=tuple(dict.fromkeys([*notes, *reasons, *against_publishing])),
         counts=dict(Counter(row["verdict"] for row in rows)),
+        resumed=resumed,
+        measured_in=dict(measured_in),
+        disclosures=_disclosures(rows, resumed),
     )
+
+
+def _again(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One attempt each: what was begun twice may be published as what it is, and never as a first measurement."""
+    return [
+        f"{row['profile']}: {row['check']} was tried {row['attempt']} times"
+        for row in rows
+        if row.get("attempt", 1) > 1
+    ]
+
+
+def _disclosures(rows: Iterable[Mapping[str, Any]], resumed: str) -> tuple[str, ...]:
+    """Which earlier run measured what of a resumed one."""
+    if not resumed:
+        return ()
+    earlier: dict[str, list[str]] = {}
+    for row in rows:
+        if row["measured_in"] != row["run"]:
+            earlier.setdefault(row["measured_in"], []).append(f"{row['profile']}/{row['check']}")
+    told = [f"measured in run {run}: {', '.join(sorted(checks))}" for run, checks in sorted(earlier.items())]
+    return (f"resumed from run {resumed}", *told)
 
 
 def _unmet(

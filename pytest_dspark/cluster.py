@@ -131,6 +131,28 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Readings:
+    """How a host is now. None: it could not be read, and `unreadable` says why; it is never 0 then.
+
+    `free_memory_gib` is MemAvailable in GiB, which on unified memory is the GPU's too; `temperature_c` is the highest of
+    all sensors in °C and `sensor` names it.
+    """
+
+    free_memory_gib: float | None
+    temperature_c: float | None
+    sensor: str = ""
+    unreadable: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "free_memory_gib": self.free_memory_gib,
+            "temperature_c": self.temperature_c,
+            "sensor": self.sensor or None,
+            "unreadable": list(self.unreadable),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """The result of a command on a host."""
 
@@ -203,6 +225,10 @@ class Host(Protocol):
 
     def listener(self, port: int) -> str:
         """Who listens on the TCP port on this host: a process name and pid, `unknown`, or an empty string for nobody."""
+        ...
+
+    def readings(self) -> Readings:
+        """Free memory and highest temperature now, within about ten seconds; raises nothing."""
         ...
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ REMEDIES: Final[dict[str, str]] = {
     "RECIPE_INVALID": "correct the recipe file; nothing was launched",
     "CLUSTER_INVALID": "correct the cluster file; nothing was launched",
     "PROFILE_REFUSED": "choose values that the recipe allows; nothing was launched",
+    "RESUME_REFUSED": "resume with the files and options of that run, or start a new one; nothing was launched",
     "WRAPPER_DIRTY": "commit or remove the changes in the wrapper tree",
     "HOST_UNREACHABLE": "check that the host is up and that its docker address answers",
     "HOST_KEY_UNKNOWN": "compare the key with the host's own and add it to known_hosts",
@@ -54,6 +55,8 @@ REMEDIES: Final[dict[str, str]] = {
     "CAPACITY_STALL": "the prompt was accepted and never scheduled; it is larger than the pool",
     "FOREIGN_TRAFFIC": "keep other clients off the engine while it is measured",
     "CACHE_WARM": "timed prompts must be new to the server; look for another client or a shared prefix",
+    "DRIFT": "let the engine settle, look at clocks, temperature and other load on the hosts, and measure again",
+    "INFRA_RISK": "free memory on that host or cool it, then resume the run; the reading is in brake.json",
     # after
     "BLOCKED": "see the first cause",
     "NOT_IMPLEMENTED": "install what the lane needs",

@@ -7,11 +7,14 @@ birth until the run has ended in order, so that what a SIGKILL leaves behind say
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +22,12 @@ from typing import Any
 
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.sanitize import mask_text
+from pytest_dspark.strictjson import loads
 from pytest_dspark.verdict import Finding, Verdict
 
 ROW_SCHEMA = 1
+LOCK = "run.lock"
+_SEALED = re.compile(rb'(\{.*), "seal": "([0-9a-f]{64})"\}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +59,25 @@ class RunFolder:
         )
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append one row and bring it to the disk before returning."""
-        line = (json.dumps(self.masked(row), ensure_ascii=False, allow_nan=False) + "\n").encode(
-            "utf-8", "backslashreplace"
-        )
-        handle = os.open(self.rows, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            while line:
-                line = line[os.write(handle, line) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        """Append one row, sealed to the one before it, and bring it to the disk before returning."""
+        body = self._encoded(row)
+        with _locked(self.rows) as handle:
+            _append(handle, sealed(body, _last_seal(handle) or self.run_id.encode()))
+
+    def begin(self, case: Case) -> None:
+        """Say that a measurement begins: what a SIGKILL cuts off has no row, and yet was an attempt."""
+        body = {"profile": case.profile, "check": case.check, "nodeid": case.nodeid, "attempt": case.attempt}
+        with _locked(self.path / "begun.jsonl") as handle:
+            _append(handle, self._encoded(body | {"began": utc_now()}) + b"\n")
+
+    def _encoded(self, data: Mapping[str, Any]) -> bytes:
+        return json.dumps(self.masked(data), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+
+    def hold(self) -> int:
+        """Say that this process works for the run, until it dies; returns the handle that the kernel then gives back."""
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        return handle
 
     def masked(self, value: Any) -> Any:
         """The same data with secrets replaced in every text of it."""
@@ -87,6 +100,73 @@ class RunFolder:
                 continue
             if isinstance(row, dict):
                 yield row
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, open and locked; what a killed writer left of a half line is cut off."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.ftruncate(handle, os.fstat(handle).st_size - len(_tail(handle, b"\n")))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _append(handle: int, line: bytes) -> None:
+    """The whole line on the disk, or none of it (a full disk). Raises OSError."""
+    size = os.fstat(handle).st_size
+    try:
+        while line:
+            line = line[os.write(handle, line) :]
+        os.fsync(handle)
+    except OSError:
+        os.ftruncate(handle, size)
+        raise
+
+
+def _tail(handle: int, mark: bytes, *, skip: int = 0) -> bytes:
+    """What stands after the last `mark` of a file whose last `skip` bytes do not count; all of it without one."""
+    end, step = os.fstat(handle).st_size - skip, 1 << 16
+    while True:
+        begin = max(0, end - step)
+        data = os.pread(handle, end - begin, begin)
+        if mark in data or not begin:
+            return data.rpartition(mark)[2]
+        step *= 2
+
+
+def _last_seal(handle: int) -> bytes:
+    """The seal of the last line; empty for a file without lines, and for a last line without one."""
+    found = _SEALED.fullmatch(_tail(handle, b"\n", skip=1)) if os.fstat(handle).st_size else None
+    return found[2] if found else b""
+
+
+def sealed(body: bytes, before: bytes) -> bytes:
+    """The line of a row: its JSON with the field `seal`, the sha256 of the seal before it (the first: of the run id), a
+    line feed and the JSON without that field."""
+    seal = hashlib.sha256(before + b"\n" + body).hexdigest().encode()
+    return body[:-1] + b', "seal": "' + seal + b'"}\n'
+
+
+def sealed_rows(path: Path, run_id: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and row of every line, each proven to be as it was written and where it was written. A half last line,
+    which a killed writer leaves, is left out. Raises ValueError that names the line."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    before = run_id.encode()
+    for number, line in enumerate(lines, 1):
+        found = _SEALED.fullmatch(line)
+        if not found:
+            raise ValueError(f"line {number} is no sealed row")
+        if sealed(found[1] + b"}", before) != line + b"\n":
+            raise ValueError(f"line {number} was changed, moved or put in, or the one before it was taken out")
+        try:
+            row = loads(line.decode("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        before = found[2]
+        yield number, row
 
 
 def write_whole(path: Path, text: str) -> Path:
@@ -113,8 +193,14 @@ def work_tree(path: Path) -> Path | None:
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
 
 
-def new_run(root: Path, *, secrets_known: tuple[str, ...] = (), now: datetime | None = None) -> RunFolder:
-    """Create a run folder, exclusively. Raises USAGE if it would lie inside a git work tree or cannot be created."""
+def new_run(
+    root: Path,
+    *,
+    secrets_known: tuple[str, ...] = (),
+    now: datetime | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> RunFolder:
+    """Create a run folder, exclusively; `about` goes into its first run.json. Raises USAGE if it would lie inside a git work tree or cannot be created."""
     tree = work_tree(root)
     if tree:
         raise ConfigError(
@@ -129,8 +215,14 @@ def new_run(root: Path, *, secrets_known: tuple[str, ...] = (), now: datetime | 
     except OSError as error:
         raise ConfigError("USAGE", f"--dspark-out {root}: {error}") from error
     run = RunFolder(path, run_id, secrets_known)
-    run.write("run.json", {"schema": 1, "run": run_id, "status": "incomplete", "started": utc_now()})
+    run.write("run.json", {"schema": 1, "run": run_id, "status": "incomplete", "started": utc_now(), **(about or {})})
     return run
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """16 hex digits that are equal for equal settings."""
+    text = json.dumps(data, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def utc_now() -> str:
@@ -148,20 +240,31 @@ class Case:
     profile: str
     recipe: str
     fingerprint: str
+    settings: str = ""
+    attempt: int = 1
 
 
 def row(
-    case: Case, verdict: Verdict, finding: Finding | None, *, started: str, elapsed_s: float, attempt: int = 1
+    case: Case,
+    verdict: Verdict,
+    finding: Finding | None,
+    *,
+    started: str,
+    elapsed_s: float,
+    measured_in: str = "",
 ) -> dict[str, Any]:
-    """One row of rows.jsonl. `finding` is null when nothing could be measured; the code and message say why."""
+    """One row of rows.jsonl. `finding` is null when nothing could be measured; the code and message say why.
+    `measured_in` is the run that measured, when it was an earlier one."""
     return {
         "schema": ROW_SCHEMA,
         "run": case.run,
+        "measured_in": measured_in or case.run,
         "check": case.check,
         "lane": case.lane,
         "profile": case.profile,
         "recipe": case.recipe,
         "fingerprint": case.fingerprint,
+        "settings": case.settings,
         "nodeid": case.nodeid,
         "verdict": str(verdict.status),
         "code": verdict.code or None,
@@ -169,7 +272,7 @@ def row(
         "finding": dict(finding.data) if finding else None,
         "started": started,
         "elapsed_s": round(elapsed_s, 6),
-        "attempt": attempt,
+        "attempt": case.attempt,
         "written_by": os.environ.get("PYTEST_XDIST_WORKER", "controller"),
     }
 

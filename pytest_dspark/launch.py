@@ -190,9 +190,9 @@ def diagnose(site: Site, engine: Engine) -> LaunchError | None:
 # --- readiness and proof
 
 
-def await_ready(site: Site, engine: Engine, endpoint: Endpoint) -> float:
+def await_ready(site: Site, engine: Engine, endpoint: Endpoint, *, limit_s: float) -> float:
     """Wait for one generated token; returns the seconds it took. API up without generation is told apart."""
-    limits, begin = site.plan.recipe.launch, site.clock()
+    poll_s, begin = site.plan.recipe.launch.poll_s, site.clock()
     beat, api_up = begin + HEARTBEAT_S, False
     while True:
         _check_cancelled(site)
@@ -200,15 +200,15 @@ def await_ready(site: Site, engine: Engine, endpoint: Endpoint) -> float:
         api_up = api_up or endpoint.health()
         if api_up and _probe(site, endpoint):
             return site.clock() - begin
-        if site.clock() - begin > limits.ready_s:
+        if site.clock() - begin > limit_s:
             state = "the API answers but no token was generated" if api_up else "the API does not answer"
             code = "ENGINE_WEDGED" if api_up else "READY_TIMEOUT"
             raise LaunchError(
                 code,
-                f"not ready after {limits.ready_s:g} s: {state}; head's last log lines: {last_lines(site.log_path(0))}",
+                f"not ready after {limit_s:g} s: {state}; head's last log lines: {last_lines(site.log_path(0))}",
             )
         beat = _heartbeat(site, 0, beat)
-        site.sleep(limits.poll_s)
+        site.sleep(poll_s)
 
 
 def _probe(site: Site, endpoint: Endpoint) -> bool:
@@ -420,3 +420,24 @@ def adopt(site: Site, *, run_id: str | None) -> Engine:
     for spec in site.plan.specs:
         site.host(spec).follow(engine.rank_ids[spec.rank], site.log_path(spec.rank))
     return engine
+
+
+def left_by(site: Site, run_id: str) -> tuple[Engine | None, str]:
+    """The engine that a dead run left up, if every rank is there, running, that run's and of this plan. Else None, and why
+    what there is of that run cannot be used: empty if nothing is there, or if the name is somebody else's."""
+    found = [(spec, site.host(spec).find(spec.name)) for spec in site.plan.specs]
+    if any(state and state.labels.get(RUN_LABEL) != run_id for _, state in found):
+        return None, ""
+    reasons = [why for spec, state in found if (why := _unfit(site.plan, spec, state))]
+    if not reasons:
+        return adopt(site, run_id=run_id), ""
+    return None, "; ".join(reasons) if leftovers(site.hosts.values(), run_id) else ""
+
+
+def _unfit(plan: Plan, spec: RankSpec, state: RankState | None) -> str:
+    """Why a rank that a dead run left cannot be used; empty if it can."""
+    if state is None or state.status != "running":
+        return f"{spec.host}: {spec.name} is {state.status if state else 'not there'}"
+    if state.labels.get(FINGERPRINT_LABEL) != plan.fingerprint:
+        return f"{spec.host}: {spec.name} was launched from another plan"
+    return ""

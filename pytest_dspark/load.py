@@ -1,27 +1,29 @@
-"""Load for timed rows: unique prompts, several streams at once, and what the server counted meanwhile.
+"""Load for timed rows: unique prompts, several streams in one loop, and what the server counted meanwhile.
 
-A timed prompt is a raw completion that begins with a nonce: no chat template, so nothing is shared from the first token
-on. Lengths are forced (end of sequence ignored, minimum = maximum). A volley's server readings are taken while nothing of
-ours is in flight, and compared with our own counts: traffic that is not ours makes the row void, cached tokens make it warm.
+A timed prompt begins with a nonce: a raw completion has no chat template before it, a chat has it as its system message, so
+nothing is shared from the first words on. Lengths are forced (end of sequence ignored, minimum = maximum). A volley's server
+readings are taken while nothing of ours is in flight, and compared with our own counts: traffic that is not ours makes the
+row void, cached tokens make it warm.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from pytest_dspark import timing
-from pytest_dspark.endpoint import Endpoint, Reply
+from pytest_dspark.endpoint import Asked, Endpoint, Progress, Reply, RequestError
 from pytest_dspark.metrics import Figure, Metrics, delta, restarted
 
 WATCH_S = 0.5
-LOOK_S = 0.2
 SETTLE_S = 5.0
+SLACK_S = 0.25  # a server may count a request as running for a moment after its last byte
 PROMPT_CLASSES: Mapping[str, str] = {
     "prose": "Tell a long story about a lighthouse and the people who kept it.",
     "code": "Write a Python module with a class for a binary search tree, its methods, and tests.",
@@ -29,15 +31,21 @@ PROMPT_CLASSES: Mapping[str, str] = {
 }
 _WORDS = "amber birch copper delta ember flint grove heron iris juniper kelp larch maple north otter pine quartz reed".split()
 
+Seen = Callable[[Progress, "float | None"], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one request of a timed row asks: `tokens` exactly, after a prompt of the class with `filler` extra words."""
+    """What one request of a timed row asks: `tokens` exactly, after a prompt of the class with `filler` extra words.
+
+    `chat` asks through the chat template, where a model may reason before it answers; else it is a raw completion.
+    """
 
     tokens: int
     prompt_class: str = "prose"
     filler: int = 0
     deadline_s: float = 600.0
+    chat: bool = False
 
 
 def prompts(shape: Shape, count: int, nonce: Callable[[], str]) -> Iterator[str]:
@@ -49,48 +57,69 @@ def prompts(shape: Shape, count: int, nonce: Callable[[], str]) -> Iterator[str]
         yield f"{tag} {words}\n{PROMPT_CLASSES[shape.prompt_class]}\n"
 
 
-def volley(endpoint: Endpoint, shape: Shape, concurrency: int, nonce: Callable[[], str]) -> dict[str, Any]:
-    """`concurrency` streams at once, each with a prompt of its own; one repeat of a timed row as data.
+def bodies(shape: Shape, count: int, nonce: Callable[[], str]) -> Iterator[dict[str, Any]]:
+    """Request bodies of forced length."""
+    length = {"max_tokens": shape.tokens, "min_tokens": shape.tokens, "ignore_eos": True}
+    for prompt in prompts(shape, count, nonce):
+        tag, _, rest = prompt.partition(" ")
+        messages = [{"role": "system", "content": tag}, {"role": "user", "content": rest}]
+        yield length | ({"messages": messages} if shape.chat else {"prompt": prompt})
 
-    Raises the first EndpointError after every stream has ended.
+
+def together(count: int) -> tuple[float, ...]:
+    """All at once."""
+    return (0.0,) * count
+
+
+def staggered(count: int, every_s: float) -> tuple[float, ...]:
+    """One every so many seconds."""
+    return tuple(every_s * number for number in range(count))
+
+
+def poisson(count: int, rate: float, seed: str) -> tuple[float, ...]:
+    """Open-loop arrivals, `rate` a second on average: exponential gaps, the first at once; the same for the same seed."""
+    chooser = random.Random(seed)
+    return tuple(accumulate((chooser.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+
+
+def volley(
+    endpoint: Endpoint,
+    shape: Shape,
+    arrivals: Sequence[float],
+    nonce: Callable[[], str],
+    seen: Seen = lambda progress, rate: None,  # noqa: ARG005
+) -> dict[str, Any]:
+    """A stream for each arrival, each with a prompt of its own; one repeat of a timed row as data.
+
+    `seen` is told several times a second how far it is and the server's own tokens/s, if it tells. Raises the first
+    RequestError after every stream has ended.
     """
-    given = list(prompts(shape, concurrency, nonce))
+    asked = [Asked(body, due_s) for body, due_s in zip(bodies(shape, len(arrivals), nonce), arrivals, strict=True)]
     before = endpoint.metrics()
-    barrier = threading.Barrier(concurrency)
-    with watched(endpoint) as most, ThreadPoolExecutor(concurrency) as pool:
-        try:
-            jobs = [pool.submit(_stream, endpoint, shape, prompt, barrier) for prompt in given]
-            # In short sleeps: a signal's handler runs only when the main thread wakes.
-            while (state := wait(jobs, timeout=LOOK_S, return_when=FIRST_EXCEPTION)).not_done:
-                for job in state.done:
-                    job.result()
-            replies = [job.result() for job in jobs]
-        except BaseException:
-            # A time-out or a signal in this thread, or one stream that failed: the others must not hold it up.
-            barrier.abort()
-            endpoint.close()
-            raise
-    after = _settled(endpoint, before, concurrency)
-    samples = [sample(reply) for reply in replies]
+    with watched(endpoint, before) as queue:
+        outcomes = endpoint.stream_many(
+            asked, deadline_s=shape.deadline_s, on_tick=lambda progress: seen(progress, queue.rate)
+        )
+    replies = _all_good(outcomes)
+    after = _settled(endpoint, before, len(replies))
+    samples = [sample(reply, due_s) for reply, due_s in zip(replies, arrivals, strict=True)]
     return {
-        "concurrency": concurrency,
+        "concurrency": in_flight(samples),
         "samples": samples,
-        "output_rate": _aggregate(samples),
-        "server": server_side(before, after, samples, most()),
+        "output_rate": output_rate(samples),
+        "decode_rate": decode_rate(samples),
+        "server": server_side(before, after, samples, queue.most),
     }
 
 
-def _stream(endpoint: Endpoint, shape: Shape, prompt: str, barrier: threading.Barrier) -> Reply:
-    with suppress(threading.BrokenBarrierError):
-        barrier.wait()
-    return endpoint.complete(
-        prompt,
-        max_tokens=shape.tokens,
-        min_tokens=shape.tokens,
-        ignore_eos=True,
-        stream=True,
-        deadline_s=shape.deadline_s,
-    )
+def _all_good(outcomes: Sequence[Reply | RequestError]) -> list[Reply]:
+    good = []
+    for number, outcome in enumerate(outcomes, 1):
+        if isinstance(outcome, RequestError):
+            outcome.message = f"stream {number} of {len(outcomes)}: {outcome.message}"
+            raise outcome
+        good.append(outcome)
+    return good
 
 
 def _settled(endpoint: Endpoint, before: Metrics, finished: int) -> Metrics:
@@ -106,30 +135,43 @@ def _settled(endpoint: Endpoint, before: Metrics, finished: int) -> Metrics:
     return after
 
 
+class Queue:
+    """What the server's own counters say while streams run: the most running + waiting, and tokens/s."""
+
+    def __init__(self, before: Metrics) -> None:
+        self.most: float | None = None
+        self.rate: float | None = None
+        self._last, self._at = before, time.monotonic()
+
+    def look(self, now: Metrics) -> None:
+        running, waiting = now.value("vllm:num_requests_running"), now.value("vllm:num_requests_waiting")
+        if running is not None and waiting is not None:
+            self.most = max(self.most or 0.0, running + waiting)
+        at, grown = time.monotonic(), delta(self._last, now, timing.GENERATED).value
+        self.rate = None if grown is None else grown / (at - self._at)
+        self._last, self._at = now, at
+
+
 @contextmanager
-def watched(endpoint: Endpoint) -> Iterator[Callable[[], float | None]]:
-    """Look at the server's queue while the block runs; gives the largest running + waiting that was seen."""
-    seen: list[float] = []
-    over = threading.Event()
+def watched(endpoint: Endpoint, before: Metrics) -> Iterator[Queue]:
+    """Look at the server's queue while the block runs."""
+    queue, over = Queue(before), threading.Event()
 
     def look() -> None:
         while not over.wait(WATCH_S):
-            now = endpoint.metrics()
-            running, waiting = now.value("vllm:num_requests_running"), now.value("vllm:num_requests_waiting")
-            if running is not None and waiting is not None:
-                seen.append(running + waiting)
+            queue.look(endpoint.metrics())
 
     watcher = threading.Thread(target=look, name="dspark-queue", daemon=True)
     watcher.start()
     try:
-        yield lambda: max(seen, default=None)
+        yield queue
     finally:
         over.set()
         watcher.join()
 
 
-def sample(reply: Reply) -> dict[str, Any]:
-    """One stream as data; every time in seconds, None where there was no such event."""
+def sample(reply: Reply, due_s: float = 0.0) -> dict[str, Any]:
+    """One stream as data; every time in seconds, None where there was no such event. `at_s` places streams of one row."""
     times, usage = reply.timing, reply.usage
     assert times is not None
     tokens = usage.completion_tokens if usage else None
@@ -138,7 +180,10 @@ def sample(reply: Reply) -> dict[str, Any]:
         "completion_tokens": tokens,
         "cached_tokens": usage.cached_tokens if usage else None,
         "finish_reason": reply.finish_reason,
+        "due_s": due_s,
+        "at_s": times.at_s,
         "wait_s": times.wait_s,
+        "read_lag_s": times.read_lag_s,
         "first_token_s": times.first_token_s,
         "first_answer_s": times.first_answer_s,
         "last_token_s": times.last_token_s,
@@ -148,18 +193,38 @@ def sample(reply: Reply) -> dict[str, Any]:
         "decode_rate": timing.decode_rate(times, tokens).value,
         "tokens_per_event": timing.tokens_per_event(times, tokens).value,
         "mean_gap_s": timing.mean_gap(times).value,
+        "median_gap_s": timing.median_gap(times).value,
         "longest_gap_s": timing.longest_gap(times).value,
         "prompt_sha256": reply.prompt_sha256,
     }
 
 
-def _aggregate(samples: Sequence[Mapping[str, Any]]) -> float | None:
-    """Aggregate output rate in tokens/s: all completion tokens over the time of the last token of any stream."""
-    tokens = [one["completion_tokens"] for one in samples]
-    ends = [one["last_token_s"] for one in samples]
-    if any(value is None for value in [*tokens, *ends]) or not max(ends):
+def in_flight(samples: Sequence[Mapping[str, Any]], slack_s: float = 0.0) -> int:
+    """The most streams at one moment, from the first byte sent to `slack_s` after the last byte read."""
+    ends = [one["at_s"] + one["end_s"] + slack_s for one in samples]
+    moments = [(one["at_s"], 1) for one in samples] + [(end, -1) for end in ends]
+    return max(accumulate(step for _, step in sorted(moments)), default=0)
+
+
+def output_rate(samples: Sequence[Mapping[str, Any]]) -> float | None:
+    """Aggregate output rate in tokens/s: all completion tokens / (last token of any stream - first byte sent of any)."""
+    rows = [(one["completion_tokens"], one["last_token_s"]) for one in samples]
+    if not rows or any(value is None for row in rows for value in row):
         return None
-    return float(sum(tokens) / max(ends))
+    span = max(one["at_s"] + one["last_token_s"] for one in samples) - min(one["at_s"] for one in samples)
+    return float(sum(tokens for tokens, _ in rows) / span) if span > 0 else None
+
+
+def decode_rate(samples: Sequence[Mapping[str, Any]]) -> float | None:
+    """Decode rate of one stream in tokens/s, all streams together: sum of (tokens - 1) / sum of (last - first token time).
+
+    The client's side of `timing.server_decode_rate`, which is the same quotient of the server's own sums.
+    """
+    rows = [(one["completion_tokens"], one["first_token_s"], one["last_token_s"]) for one in samples]
+    if not rows or any(value is None for row in rows for value in row):
+        return None
+    span = sum(last - first for _, first, last in rows)
+    return float(sum(tokens - 1 for tokens, _, _ in rows) / span) if span > 0 else None
 
 
 def server_side(
@@ -172,11 +237,13 @@ def server_side(
         "requests": {"server": _figure(finished), "ours": len(samples)},
         "prompt_tokens": _both(delta(before, after, "vllm:prompt_tokens_total"), samples, "prompt_tokens"),
         "generation_tokens": _both(delta(before, after, timing.GENERATED), samples, "completion_tokens"),
-        "most_in_flight": {"server": most, "ours": len(samples)},
+        "most_in_flight": {"server": most, "ours": in_flight(samples, SLACK_S)},
         "prefix_hits": _figure(delta(before, after, "vllm:prefix_cache_hits_total")),
         "preemptions": _figure(delta(before, after, "vllm:num_preemptions_total")),
         "decode_rate": _figure(timing.server_decode_rate(before, after)),
         "decode_rate_uncorrected": _figure(timing.server_decode_rate_uncorrected(before, after)),
+        "prefill_rate": _figure(timing.server_prefill_rate(before, after)),
+        "decode_s": _figure(delta(before, after, timing.DECODE_S)),
         "drafts": _figure(delta(before, after, "vllm:spec_decode_num_drafts_total")),
         "accepted_tokens": _figure(delta(before, after, "vllm:spec_decode_num_accepted_tokens_total")),
     }

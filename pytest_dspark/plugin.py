@@ -15,10 +15,11 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from pytest_dspark import recorder, selection, setup
-from pytest_dspark.checks import lane_of, resolve
+from pytest_dspark.checks import resolve
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import Case
+from pytest_dspark.live import Live
 from pytest_dspark.plan import as_json, as_shell
 from pytest_dspark.recipe import LANES
 from pytest_dspark.runner import held, run_check
@@ -63,6 +64,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "metavar": "HOW",
             "help": "sizes (default): names and sizes of the weights; sha256: every byte of them, on every host",
+        },
+    ),
+    (
+        "resume",
+        {
+            "metavar": "RUN",
+            "help": "id or folder of an earlier run: what it finished is judged again, only the rest is measured",
         },
     ),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
@@ -156,6 +164,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None:
         if worker.get("dspark"):
             config.stash[STATE] = worker_state(worker["dspark"], options(config))
+            config.stash[STATE].live = _live(config)
     elif wanted_marks(config) and not config.getoption("collectonly"):
         _configure_controller(config)
 
@@ -163,17 +172,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
     _refuse_modes(config, given, marks)
+    live = _live(config)
     state = _usage(
         lambda: controller_state(
             given,
             marks,
             out=option(config, "out"),
+            resumed=option(config, "resume"),
             keep=_flag(config, "keep"),
             attach=_flag(config, "attach"),
-            say=_speaker(config),
+            say=live.line,
         )
     )
-    state.narrowed = _narrowed(config)
+    state.narrowed, state.live = _narrowed(config), live
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
@@ -202,6 +213,10 @@ def _refuse_modes(config: pytest.Config, given: setup.Options, marks: tuple[str,
         raise pytest.UsageError(
             "--dspark-cluster and --dspark-endpoint exclude each other: one launches, the other does not"
         )
+    if option(config, "resume") and given.endpoint:
+        raise pytest.UsageError(
+            "--dspark-resume and --dspark-endpoint exclude each other: nothing proves that the same engine answers"
+        )
     if _flag(config, "keep") and _flag(config, "attach"):
         raise pytest.UsageError(
             "--dspark-keep and --dspark-attach exclude each other: an attached engine is never stopped"
@@ -227,12 +242,10 @@ def _junit_path(config: pytest.Config, state: State) -> Path:
     return Path(config.option.xmlpath)
 
 
-def _speaker(config: pytest.Config) -> Callable[[str], None]:
-    """Progress lines on the real stderr, through pytest's capture; silent with -q."""
-    if config.getoption("verbose") < 0:
-        return lambda text: None  # noqa: ARG005
-    stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
-    return lambda text: print(f"dspark: {text}", file=stream)
+def _live(config: pytest.Config) -> Live:
+    """Progress on the real stderr, through pytest's capture; silent with -q."""
+    quiet = config.getoption("verbose") < 0
+    return Live(None if quiet else os.fdopen(os.dup(2), "w", buffering=1, errors="replace"))
 
 
 def _install_signals(config: pytest.Config, state: State) -> None:
@@ -280,10 +293,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         for name, _ in _OPTIONS
         if option(config, name)
     ]
+    resumed = [f"dspark: resumes run {state.replay.run_id}"] if state.replay else []
     lines = [f"{mark}={made.profile.name} fingerprint {made.fingerprint}" for mark, made in state.plans.items()]
     return [
         f"dspark: run {state.run.run_id}, recipe {state.recipe.name}, {', '.join(sources)}",
         f"dspark: {', '.join(lines)}",
+        *resumed,
     ]
 
 
@@ -340,6 +355,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.user_properties += [
             ("dspark_case", f"{case.profile}/{case.check}"),
             ("dspark_run", case.run),
+            ("dspark_measured_in", state.measured_in(case)),
             ("dspark_profile", case.profile),
             ("dspark_recipe", case.recipe),
             ("dspark_fingerprint", case.fingerprint),
@@ -347,16 +363,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _case(item: pytest.Item, state: State) -> Case:
-    profile, check = profile_of(item), check_of(item)
-    return Case(
-        run=state.run.run_id,
-        nodeid=item.nodeid,
-        check=check,
-        lane=lane_of(check),
-        profile=profile,
-        recipe=state.recipe.name,
-        fingerprint=state.plans[profile].fingerprint,
-    )
+    return state.case(item.nodeid, profile_of(item), check_of(item))
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
@@ -439,9 +446,12 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         state.run,
         case,
         resolve(case.check),
-        state.settings(case),
+        state.settings(case.profile, case.lane),
         on_engine=partial(_arm_timeout, node),
+        live=state.live,
+        replay=state.replay,
     )
+    state.live.clear()
     node.stash[ROW_WRITTEN] = True
     if result.status in (Status.ERROR, Status.BLOCKED, Status.CAPACITY):
         pytest.fail(str(result), pytrace=False)

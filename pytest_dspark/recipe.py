@@ -159,6 +159,14 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Brakes:
+    """When a running check is ended before its host dies; None is no brake. GiB of MemAvailable, and °C."""
+
+    least_free_memory_gib: float | None = None
+    most_temperature_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pins:
     """The identity that is expected. An empty string is not pinned (and then never publishable)."""
 
@@ -285,6 +293,7 @@ class Recipe:
     markers: tuple[Marker, ...]
     canaries: tuple[Canary, ...]
     launch: Launch
+    brakes: Brakes
     compilation: str
     checks: Mapping[str, Mapping[str, Any]]
 
@@ -399,6 +408,7 @@ _TOP_KEYS = frozenset(
         "marker",
         "canary",
         "launch",
+        "brakes",
         "compilation",
         "checks",
     ]
@@ -437,6 +447,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         markers=tuple(_marker(table, f"{where}: marker {n}") for n, table in enumerate(data.get("marker", ()), 1)),
         canaries=tuple(_canary(table, f"{where}: canary {n}") for n, table in enumerate(data.get("canary", ()), 1)),
         launch=_build(Launch, data.get("launch", {}), f"{where}: launch"),
+        brakes=_brakes(_table(data, "brakes", where), f"{where}: brakes"),
         compilation=data.get("compilation", ""),
         checks=data.get("checks", {}),
     )
@@ -503,6 +514,18 @@ def _like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
+
+
+def _brakes(table: Mapping[str, Any], where: str) -> Brakes:
+    """Limits between what would never and what would always brake; a mistyped unit is refused here."""
+    for key, least, most in (("least_free_memory_gib", 0.0, 1024.0), ("most_temperature_c", 30.0, 150.0)):
+        value = table.get(key, most / 2)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and least < value < most):
+            raise ConfigError(
+                "RECIPE_INVALID", f"{where}: {key} must be a number above {least:g} and below {most:g}, found {value!r}"
+            )
+    return _build(Brakes, table, where)
 
 
 def _groups(value: Any, where: str) -> tuple[tuple[str, ...], ...]:

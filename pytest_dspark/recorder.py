@@ -90,6 +90,7 @@ class Recorder:
             against_publishing=self._against_publishing(),
             interrupted=state.interrupted,
             foreign=bool(state.options.endpoint),
+            resumed=state.replay.run_id if state.replay else "",
         )
         if session.exitstatus == pytest.ExitCode.OK and not self._good():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -109,9 +110,7 @@ class Recorder:
     def _write_lost(self, nodeid: str, message: str) -> None:
         """The ERROR row of a case that no process could write."""
         state = self._state
-        mark, check = state.stage.cases[nodeid]
-        lane, recipe = check.partition(".")[0], state.recipe.name
-        case = Case(state.run.run_id, nodeid, check, lane, mark, recipe, state.plans[mark].fingerprint)
+        case = state.case(nodeid, *state.stage.cases[nodeid])
         verdict = Verdict(Status.ERROR, "HARNESS", message)
         state.run.append(row(case, verdict, None, started=utc_now(), elapsed_s=0.0))
 
@@ -151,6 +150,8 @@ class Recorder:
                 "status": "interrupted" if state.interrupted else "complete",
                 "ended": utc_now(),
                 "exit_status": int(session.exitstatus),
+                "rehearsal": state.recipe.rehearsal,
+                "endpoint": bool(state.options.endpoint),
                 "recipe": {
                     "name": state.recipe.name,
                     "sha256": state.recipe.sha256,
@@ -171,6 +172,8 @@ class Recorder:
         terminalreporter.write_line(f"verdicts: {counts}")
         for mark, made in self._state.plans.items():
             terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
+        for note in result.disclosures:
+            terminalreporter.write_line(note)
         for reason in result.reasons[:8]:
             terminalreporter.write_line(f"  - {reason[:300]}")
         if len(result.reasons) > 8:
@@ -182,7 +185,8 @@ class Recorder:
             print(f"dspark: NOT accepted: {self._unwritten}; what there is lies in {self._state.run.path}")
         if result is None or self._unwritten:
             return
-        print(f"dspark: {self._word(result)}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
+        resumed = f" (resumed from run {result.resumed})" if result.resumed else ""
+        print(f"dspark: {self._word(result)}{resumed}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
 
     def _word(self, result: Outcome) -> str:
         """The run in a few words."""

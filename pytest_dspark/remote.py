@@ -19,7 +19,18 @@ from pytest_dspark.stage import Stage
 from pytest_dspark.verdict import Finding
 
 CALLS = frozenset(
-    {"expect", "acquire", "enter", "leave", "alive", "diagnose", "launch_finding", "gate_finding", "teardown_finding"}
+    {
+        "expect",
+        "acquire",
+        "enter",
+        "leave",
+        "alive",
+        "diagnose",
+        "readings",
+        "launch_finding",
+        "gate_finding",
+        "teardown_finding",
+    }
 )
 
 
@@ -58,9 +69,10 @@ class StageServer:
         try:
             while True:
                 name, args, keywords = connection.recv()
-                if name == "enter":
+                answer = self._answer(name, args, keywords)
+                if name == "enter" and answer[0]:
                     held.append(args[1])
-                connection.send(self._answer(name, args, keywords))
+                connection.send(answer)
                 if name == "leave":
                     held.remove(args[0])
         except (EOFError, OSError):
@@ -127,6 +139,10 @@ class RemoteStage:
 
     def diagnose(self, mark: str) -> DsparkError | None:
         result: DsparkError | None = self._call("diagnose", mark)
+        return result
+
+    def readings(self, mark: str) -> dict[str, dict[str, Any]]:
+        result: dict[str, dict[str, Any]] = self._call("readings", mark)
         return result
 
     def launch_finding(self, mark: str) -> Finding:

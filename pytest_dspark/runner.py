@@ -10,10 +10,14 @@ from typing import Any
 
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
-from pytest_dspark.errors import BlockedError, DsparkError
-from pytest_dspark.evidence import Case, RunFolder, Stopwatch, row
+from pytest_dspark.errors import BlockedError, ConfigError, DsparkError
+from pytest_dspark.evidence import Case, RunFolder, Stopwatch, row, utc_now
+from pytest_dspark.live import Live
+from pytest_dspark.resume import Replay, Stored
 from pytest_dspark.verdict import Finding, Status, Verdict
 
+# What a judge raises on a finding that has not the shape that its measure gives.
+_SHAPE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _STATUS_OF_CODE = {"CAPACITY": Status.CAPACITY, "NOT_IMPLEMENTED": Status.NOT_IMPLEMENTED}
 
 
@@ -32,30 +36,93 @@ def run_check(
     settings: Mapping[str, Any],
     *,
     on_engine: Callable[[], None] = lambda: None,
+    live: Live | None = None,
+    replay: Replay | None = None,
 ) -> Verdict:
-    """Measure and judge one check of one profile, and write its row before anything is raised or returned."""
+    """Measure and judge one check of one profile, and write its row before anything is raised or returned. What the
+    resumed run has finished is not measured: its finding is judged again."""
+    try:
+        stored = replay.stored(case) if replay else None
+    except ConfigError as error:
+        verdict = Verdict(Status.BLOCKED, error.code, error.message)
+        return _written(run, row(case, verdict, None, started=utc_now(), elapsed_s=0.0), verdict)
+    if stored:
+        return _judged_again(run, case, check, settings, stored)
+    return _measured(stage, run, case, check, settings, on_engine, live or Live())
+
+
+def _measured(
+    stage: Any,
+    run: RunFolder,
+    case: Case,
+    check: Check,
+    settings: Mapping[str, Any],
+    on_engine: Callable[[], None],
+    live: Live,
+) -> Verdict:
     watch = Stopwatch.started()
     finding: Finding | None = None
     try:
-        finding = _measure(stage, case, check, settings, on_engine)
+        finding = _measure(stage, run, case, check, settings, on_engine, live)
         verdict = check.judge(finding, settings)
     except DsparkError as error:
         verdict = verdict_of(_cause(stage, case, check, error))
     verdict = replace(verdict, message=run.masked(verdict.message))
+    return _written(run, row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s), verdict)
+
+
+def _written(run: RunFolder, made: Mapping[str, Any], verdict: Verdict) -> Verdict:
     try:
-        run.append(row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s))
+        run.append(made)
     except OSError as error:
         return Verdict(Status.ERROR, "HARNESS", f"evidence could not be written: {error}; the verdict was {verdict}")
     return verdict
 
 
+def _judged_again(run: RunFolder, case: Case, check: Check, settings: Mapping[str, Any], stored: Stored) -> Verdict:
+    """The verdict that the judge gives now; what the earlier run said is only compared with it."""
+    finding = Finding(case.check, stored.finding)
+    try:
+        verdict = check.judge(finding, settings)
+    except _SHAPE as error:
+        why = f"the finding that run {stored.measured_in} stored cannot be judged: {type(error).__name__}: {error}"
+        verdict = Verdict(Status.ERROR, "HARNESS", why)
+    if str(verdict.status) != stored.verdict:
+        note = f"run {stored.measured_in} had called this {stored.verdict}"
+        verdict = replace(verdict, message=f"{verdict.message}; {note}" if verdict.message else note)
+    case = replace(case, attempt=stored.attempt)
+    made = row(
+        case,
+        verdict,
+        finding,
+        started=stored.started,
+        elapsed_s=stored.elapsed_s,
+        measured_in=stored.measured_in,
+    )
+    return _written(run, made, verdict)
+
+
 def _measure(
-    stage: Any, case: Case, check: Check, settings: Mapping[str, Any], on_engine: Callable[[], None]
+    stage: Any,
+    run: RunFolder,
+    case: Case,
+    check: Check,
+    settings: Mapping[str, Any],
+    on_engine: Callable[[], None],
+    live: Live,
 ) -> Finding:
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
-        return check.measure(endpoint, settings=settings)
+        _begin(run, case)
+        return check.measure(endpoint, settings=settings, live=live)
+
+
+def _begin(run: RunFolder, case: Case) -> None:
+    try:
+        run.begin(case)
+    except OSError as error:
+        raise DsparkError("HARNESS", f"evidence could not be written, so nothing was asked: {error}") from error
 
 
 @contextmanager

@@ -27,7 +27,21 @@ def wanted_by_ids(args: Iterable[str]) -> tuple[str, ...]:
     return tuple(mark for mark in PROFILE_MARKS if any(mark in parts for parts in brackets))
 
 
+_FIRST = (
+    "launch",
+    "gate",
+    "correctness",
+    "performance.canary",
+    "performance.latency",
+    "concurrency",
+    "performance",
+    "dataset",
+)
+_LAST = ("niah", "teardown")
+
+
 def order(mark: str, check: str) -> tuple[int, int]:
-    """Profiles in launch order; within one the launch first, then the gate, and the teardown last."""
+    """Profiles in launch order; within one from what is proven to what is timed, needles late, the teardown last."""
     lane = check.partition(".")[0]
-    return PROFILE_MARKS.index(mark), {"launch": 0, "gate": 1, "niah": 8, "teardown": 9}.get(lane, 5)
+    place = next((n for n, name in enumerate(_FIRST) if name in (check, lane)), len(_FIRST))
+    return PROFILE_MARKS.index(mark), len(_FIRST) + 1 + _LAST.index(lane) if lane in _LAST else place

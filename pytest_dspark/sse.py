@@ -8,13 +8,13 @@ that of the packet whose byte completed it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 DONE = "[DONE]"
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event: its data (lines joined by a line feed), its name, and the arrival of its last byte in seconds.
 
     `whole` is False for what stood unfinished when the body ended: it may be half an event.

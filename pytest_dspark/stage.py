@@ -10,21 +10,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pytest_dspark import gate, kept, launch
-from pytest_dspark.cluster import Host, HostEntry
+from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError, LaunchError
-from pytest_dspark.evidence import RunFolder, Stopwatch
+from pytest_dspark.evidence import RunFolder, Stopwatch, utc_now
 from pytest_dspark.plan import Plan
 from pytest_dspark.preflight import refuse, survey
+from pytest_dspark.resume import Left
 from pytest_dspark.verdict import Finding
+from pytest_dspark.vitals import UNREAD, Vitals
 from pytest_dspark.weights import Hasher
 
 WATCH_S = 0.5
+# An engine that was proven once generates a token within this many probes, or it is not healthy.
+PROVEN_PROBES = 5
 # The longest sleep of a thread that waits for another: the kernel may hand a signal to any thread, and Python's handler
 # runs only when the main thread wakes.
 LOOK_S = 0.2
@@ -32,12 +38,14 @@ LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """How the engine is acquired: `keep` leaves it up at the end, `attach` never starts or stops one. `sums` is the file of
-    known digests if every byte of the weights is to be hashed."""
+    """How the engine is acquired: `keep` leaves it up at the end, `attach` never starts or stops one, `left` are the
+    engines that the resumed run may have left up, by profile mark. `sums` is the file of known digests if every byte of
+    the weights is to be hashed."""
 
     keep: bool = False
     attach: bool = False
     api_key: str = ""
+    left: Mapping[str, Left] = field(default_factory=dict)
     sums: Path | None = None
 
 
@@ -58,6 +66,10 @@ class Session:
     launch_error: DsparkError | None = None
     stopped: dict[str, Any] | None = None
     reused: bool = False
+    adopted: str = ""
+    not_adopted: str = ""
+    hold: kept.Hold | None = None
+    vitals: Vitals | None = None
     say: Callable[[str], None] = print
 
 
@@ -140,7 +152,20 @@ class Stage:
                 self._alone = True
             else:
                 self._together += 1
-        self.alive(mark)
+        try:
+            self._still_there(mark)
+        except DsparkError:
+            self.leave(exclusive)
+            raise
+
+    def _still_there(self, mark: str) -> None:
+        """Whoever waited while the engine was lost has tried nothing: it is BLOCKED, with the first cause."""
+        try:
+            self.alive(mark)
+        except DsparkError as error:
+            if self._cancelled.is_set():
+                raise
+            raise BlockedError("BLOCKED", f"first cause: {error}") from error
 
     def _free_for(self, exclusive: bool) -> bool:
         """Whoever wants it alone goes before new sharers, so that sharers cannot keep it for ever."""
@@ -223,30 +248,47 @@ class Stage:
         hasher = Hasher(self._options.sums, session.say, self._cancelled.is_set) if self._options.sums else None
         session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set, hasher)
         self._live = session
+        session.hold = None if self._options.attach else self._kept.hold(plan)
+        if self._adopted(session):
+            return
         session.engine = self._start(session)
-        endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key)
+        self._record(session)
+        self._prove(session, plan.recipe.launch.ready_s)
+        self._say(f"{session.mark}: engine proven and ready")
+
+    def _prove(self, session: Session, limit_s: float) -> None:
+        """Wait for a token, begin to watch, and let the gate say what runs. Raises LaunchError."""
+        site, engine = session.site, session.engine
+        assert site is not None and engine is not None
+        plan, alive = session.plan, partial(self.alive, session.mark)
+        endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key, alive=alive)
         with self._phase(session, "ready"):
-            launch.await_ready(session.site, session.engine, endpoint)
-        threading.Thread(target=self._watch, args=(session,), name="dspark-watch", daemon=True).start()
+            launch.await_ready(site, engine, endpoint, limit_s=limit_s)
+        threading.Thread(target=self._watch, args=(session, engine), name="dspark-watch", daemon=True).start()
+        self._look_after(session)
         with self._phase(session, "gate"):
-            session.report = launch.prove(session.site, session.engine, endpoint)
+            session.report = launch.prove(site, engine, endpoint)
+        if session.error:
+            raise session.error
         failure = session.report.first_failure
         if failure:
             raise LaunchError("GATE_FAILED", f"gate.{failure[0]}: {failure[1].message}")
-        self._say(f"{session.mark}: engine proven and ready")
 
-    def _start(self, session: Session) -> launch.Engine:
-        site = session.site
-        assert site is not None
-        kept_by = None if self._options.attach else self._kept.peek(session.plan)
+    def _preflight(self, session: Session, *, launching: bool) -> None:
         with self._phase(session, "preflight"):
-            launching = not (self._options.attach or kept_by)
-            seen = survey(session.plan, session.hosts, launching=launching, hasher=site.hasher)
+            hasher = session.site.hasher if session.site else None
+            seen = survey(session.plan, session.hosts, launching=launching, hasher=hasher)
             session.seen = seen.as_json()
             self._run.write(f"{session.mark}/preflight.json", session.seen)
             refuse(seen)
             for warning in seen.warnings():
                 session.say(f"warning: {warning}")
+
+    def _start(self, session: Session) -> launch.Engine:
+        site = session.site
+        assert site is not None
+        kept_by = None if self._options.attach else self._kept.peek(session.plan)
+        self._preflight(session, launching=not (self._options.attach or kept_by))
         if self._options.attach:
             return launch.adopt(site, run_id=None)
         if kept_by and self._kept.claim(session.plan, kept_by):
@@ -261,6 +303,74 @@ class Stage:
         session.started = engine.ids
         return engine
 
+    def _record(self, session: Session) -> None:
+        """Whose engine this run uses, so that a run that resumes this one finds it."""
+        engine = session.engine
+        assert engine is not None
+        self._write_engine(session, engine.run_id, engine.owned, engine.ids)
+
+    def _write_engine(self, session: Session, run_id: str, owned: bool, ids: Mapping[int, str]) -> None:
+        ranks = {str(rank): rank_id for rank, rank_id in ids.items()}
+        self._run.write(f"{session.mark}/engine.json", {"run": run_id, "owned": owned, "ranks": ranks})
+
+    # --- the engine of the run that is resumed
+
+    def _adopted(self, session: Session) -> bool:
+        """Whether the engine that the resumed run left up was taken over and proven again. If it cannot be, it is stopped:
+        its owner is dead, and only one engine may be up."""
+        left, site = self._options.left.get(session.mark), session.site
+        if left is None or self._options.attach or self._kept.run_of(session.plan):
+            return False
+        assert site is not None
+        if session.hold is None:
+            session.say(f"the engine of run {left.run_id}, if it is up, is held by another session and left alone")
+            return False
+        engine, why = launch.left_by(site, left.run_id)
+        if engine is None:
+            self._clear(session, left.run_id, {}, why)
+            return False
+        return self._taken_over(session, engine, left)
+
+    def _taken_over(self, session: Session, engine: launch.Engine, left: Left) -> bool:
+        session.say(f"taking over the engine that run {left.run_id} left up, to be proven again")
+        self._preflight(session, launching=False)
+        session.engine, session.started, session.reused = engine, engine.ids, True
+        self._record(session)
+        ready_s = session.plan.recipe.launch.ready_s
+        limit_s = min(ready_s, PROVEN_PROBES * session.plan.recipe.launch.probe_s) if left.proven else ready_s
+        try:
+            self._prove(session, limit_s)
+        except LaunchError as error:
+            if self._cancelled.is_set() or error.code == "INFRA_RISK":
+                raise
+            self._let_go(session)
+            self._clear(session, left.run_id, engine.ids, str(error))
+            return False
+        session.adopted = left.run_id
+        self._say(f"{session.mark}: engine of run {left.run_id} proven again and ready")
+        return True
+
+    def _let_go(self, session: Session) -> None:
+        """Forget an engine that was not proven again, and what was remembered of it."""
+        self._end_vitals(session)
+        with self._changed:
+            session.engine = session.error = session.report = None
+            session.started, session.reused = {}, False
+
+    def _clear(self, session: Session, run_id: str, ids: dict[int, str], why: str) -> None:
+        """Stop what is left of the resumed run on every host, keep its logs under another name, and say why."""
+        if not why:
+            return
+        assert session.site is not None
+        session.not_adopted = why
+        session.say(f"the engine of run {run_id} is stopped and a new one started: {why}")
+        stopped = launch.stop(session.site, ids, run_id=run_id)
+        self._write_engine(session, self._run.run_id, True, {})  # what is started next is this run's own
+        self._run.write(f"{session.mark}/left-stopped.json", {"run": run_id, "why": why, **stopped})
+        for rank in ids:
+            with suppress(FileNotFoundError):
+                session.site.log_path(rank).rename(session.site.folder / f"left-rank{rank}.log")
+
     def _say_for(self, session: Session) -> Callable[[str], None]:
         watch = Stopwatch.started()
         return lambda text: self._say(f"{session.mark} +{watch.elapsed_s:.0f}s: {text}")
@@ -270,26 +380,61 @@ class Stage:
 
     # --- watching
 
-    def _watch(self, session: Session) -> None:
+    def _watch(self, session: Session, engine: launch.Engine) -> None:
         """Look at every rank while the engine is live; remember the first end."""
         while not self._watch_stop.wait(WATCH_S):
-            if self._live is not session or session.error or session.stopped is not None:
+            if self._live is not session or session.engine is not engine or session.error:
                 return
             try:
-                found = launch.states(session.site, session.engine.ids)  # type: ignore[arg-type,union-attr]
+                found = launch.states(session.site, engine.ids)  # type: ignore[arg-type]
             except DsparkError:
                 continue
             if self._live is session and session.stopped is None:
                 error = launch.lost(session.site, found)  # type: ignore[arg-type]
                 if error:
-                    self._remember(session, error)
+                    self._remember(session, engine, error)
                     return
 
-    def _remember(self, session: Session, error: DsparkError) -> None:
+    def _remember(self, session: Session, engine: launch.Engine | None, error: DsparkError) -> bool:
+        """Whether this became the first cause; not if another came first, or if it is of an engine that was let go."""
         with self._changed:
-            if session.error is None:
-                session.error = error
-                self._say(f"{session.mark}: {error}")
+            if session.error is not None or session.engine is not engine:
+                return False
+            session.error = error
+            self._say(f"{session.mark}: {error}")
+            return True
+
+    def _look_after(self, session: Session) -> None:
+        """Begin to read the hosts of the engine."""
+        brake = partial(self._brake, session, session.engine)
+        brakes = session.plan.recipe.brakes
+        session.vitals = Vitals(session.hosts, brakes, on_crossing=brake, say=session.say)
+        session.vitals.start()
+
+    def _end_vitals(self, session: Session) -> None:
+        if session.vitals is not None:
+            session.vitals.stop()
+
+    def _brake(self, session: Session, engine: launch.Engine | None, host: str, why: str, found: Readings) -> None:
+        """A host is about to die: every open request ends at its next look, and the engine is stopped, unless it is
+        somebody else's."""
+        if not self._remember(session, engine, LaunchError("INFRA_RISK", f"{host}: {why}")):
+            return
+        with suppress(OSError):  # the brake works on a full disk too
+            reading = {"host": host, "why": why, "at": utc_now(), "reading": found.as_json()}
+            self._run.write(f"{session.mark}/brake.json", reading)
+        if engine is not None and engine.owned:
+            with suppress(RuntimeError):  # the session is over, and has stopped it
+                self._thread.submit(self._release, session)
+        else:
+            session.say("the engine was attached, so it is left up: stop it by hand before the host dies")
+
+    def readings(self, mark: str) -> dict[str, dict[str, Any]]:
+        """Free memory in GiB and highest temperature in °C of every host of the profile, as last read (see Vitals.now)."""
+        session = self._session(mark)
+        if session.vitals is None:
+            return {entry.name: UNREAD.as_json() | {"age_s": None} for entry in session.plan.cluster.hosts}
+        return session.vitals.now()
 
     def alive(self, mark: str) -> None:
         """Raise the first cause if the engine is known to be lost or the run is being stopped."""
@@ -308,7 +453,7 @@ class Stage:
             except DsparkError as unreachable:
                 error = LaunchError(unreachable.code, unreachable.message)
             if error:
-                self._remember(session, error)
+                self._remember(session, session.engine, error)
         return session.error
 
     # --- what the launch, gate and teardown cases show
@@ -325,6 +470,8 @@ class Stage:
                     for spec in session.plan.specs
                 ],
                 "reused": session.reused,
+                "adopted_from": session.adopted or None,
+                "not_adopted": session.not_adopted or None,
                 "attached": self._options.attach,
                 "warnings": list(session.plan.settings.warnings),
                 "error": {"code": error.code, "message": error.message} if error else None,
@@ -353,6 +500,7 @@ class Stage:
         """Stop what the session started, once; runs in the engine thread."""
         if session.site is None or session.stopped is not None:
             return
+        self._end_vitals(session)
         if self._live is session:
             self._live = None
         owned = session.engine.owned if session.engine else True
@@ -361,8 +509,14 @@ class Stage:
             session.stopped = launch.stop(session.site, session.started, run_id=run_id)
             self._run.write(f"{session.mark}/teardown.json", session.stopped)
             self._report_stop(session)
+        self._give_back(session)
+
+    def _give_back(self, session: Session) -> None:
         for host in session.hosts.values():
             host.close()
+        if session.hold is not None:
+            session.hold.release()
+            session.hold = None
 
     def _report_stop(self, session: Session) -> None:
         result = session.stopped or {}
@@ -394,6 +548,7 @@ class Stage:
         session = self._live
         if session is None:
             return
+        self._end_vitals(session)
         if self._options.keep and not interrupted and session.error is None and session.engine and session.engine.owned:
             self._kept.keep(session.plan, session.engine.run_id)
             self._say(
@@ -413,6 +568,7 @@ class Stage:
                 "proven": s.report is not None and s.report.first_failure is None,
                 "unpublishable": list(s.plan.settings.unpublishable),
                 "wrapper": (s.seen or {}).get("wrapper"),
+                "hosts": s.vitals.summary() if s.vitals else None,
                 "error": str(s.error) if s.error else None,
             }
             for mark, s in self._sessions.items()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import setup
-from pytest_dspark.cluster import Host, HostEntry
+from pytest_dspark import resume, setup
+from pytest_dspark.checks import lane_of
+from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.endpoint import Endpoint
-from pytest_dspark.errors import DsparkError
-from pytest_dspark.evidence import Case, RunFolder, default_root, new_run
+from pytest_dspark.errors import ConfigError, DsparkError
+from pytest_dspark.evidence import Case, RunFolder, default_root, digest, new_run
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
+from pytest_dspark.live import Live
 from pytest_dspark.plan import Plan
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
+from pytest_dspark.resume import Replay
 from pytest_dspark.sanitize import secret_values
 from pytest_dspark.stage import Stage, StageOptions
 from pytest_dspark.verdict import Finding
@@ -38,11 +41,38 @@ class State:
     interrupted: bool = False
     narrowed: bool = False
     ending: bool = False
+    live: Live = field(default_factory=Live)
+    replay: Replay | None = None
+    holds: tuple[int, ...] = ()
 
-    def settings(self, case: Case) -> dict[str, Any]:
+    def settings(self, profile: str, lane: str) -> dict[str, Any]:
         """What the recipe says for the lane of a check, and the profile's knobs under `knobs`."""
-        knobs = dict(self.plans[case.profile].settings.values)
-        return {**self.recipe.checks.get(case.lane, {}), "knobs": knobs}
+        knobs = dict(self.plans[profile].settings.values)
+        return {**self.recipe.checks.get(lane, {}), "knobs": knobs}
+
+    def case(self, nodeid: str, profile: str, check: str) -> Case:
+        """Where the row of a test case belongs, and which attempt at measuring it this is."""
+        lane = lane_of(check)
+        attempt = self.replay.attempt(profile, check, nodeid) if self.replay else 1
+        return Case(
+            run=self.run.run_id,
+            nodeid=nodeid,
+            check=check,
+            lane=lane,
+            profile=profile,
+            recipe=self.recipe.name,
+            fingerprint=self.plans[profile].fingerprint,
+            settings=digest(self.settings(profile, lane)),
+            attempt=attempt,
+        )
+
+    def measured_in(self, case: Case) -> str:
+        """The run that measured what the case's row will say."""
+        try:
+            stored = self.replay.stored(case) if self.replay else None
+        except ConfigError:  # the case's own row says so
+            return case.run
+        return stored.measured_in if stored else case.run
 
     def interrupt(self, name: str) -> bool:
         """A signal came. True: begin to stop now. False: it is stopping already, and only says so."""
@@ -63,6 +93,7 @@ class State:
             "run": str(self.run.path),
             "run_id": self.run.run_id,
             "marks": ",".join(self.plans),
+            "resumed": str(self.replay.path) if self.replay else "",
         }
 
     def close(self, *, interrupted: bool) -> None:
@@ -77,24 +108,64 @@ class State:
 
 
 def controller_state(
-    options: setup.Options, marks: tuple[str, ...], *, out: str, keep: bool, attach: bool, say: Callable[[str], None]
+    options: setup.Options,
+    marks: tuple[str, ...],
+    *,
+    out: str,
+    resumed: str,
+    keep: bool,
+    attach: bool,
+    say: Callable[[str], None],
 ) -> State:
     """Read all files, create the run folder, build the stage. Raises ConfigError; no host is touched."""
     plans = setup.make_plans(options, marks)
     setup.checked_weights(options)
     root = Path(out).absolute() if out else default_root()
-    run = new_run(root, secrets_known=_secrets(plans))
+    holds, replay = _resumed(resumed, root, plans, say) if resumed else ((), None)
+    run = new_run(root, secrets_known=_secrets(plans), about=_about(options, plans, replay))
     recipe = next(iter(plans.values())).recipe
 
     def masked_say(text: str) -> None:
         say(run.masked(text))
 
-    stage: Any = (
-        ForeignStage(plans)
-        if options.endpoint
-        else _stage(plans, run, root, _stage_options(options, root, keep, attach), masked_say)
-    )
-    return State(options, plans, recipe, run, stage, masked_say, controller=True)
+    left = _left(replay, root, plans)
+    sums = root / "weights.json" if setup.checked_weights(options) == "sha256" else None
+    how = StageOptions(keep, attach, os.environ.get("DSPARK_API_KEY", ""), left, sums)
+    stage: Any = ForeignStage(plans) if options.endpoint else _stage(plans, run, root, how, masked_say)
+    holds = (*holds, run.hold())
+    return State(options, plans, recipe, run, stage, masked_say, controller=True, replay=replay, holds=holds)
+
+
+def _about(options: setup.Options, plans: Mapping[str, Plan], replay: Replay | None) -> dict[str, Any]:
+    """What run.json says from the first second, so that a run that was killed can be resumed."""
+    return {
+        "rehearsal": next(iter(plans.values())).recipe.rehearsal,
+        "endpoint": bool(options.endpoint),
+        "resumed": replay.run_id if replay else None,
+        "profiles": {
+            mark: {"profile": plan.profile.name, "recipe": plan.recipe.name, "fingerprint": plan.fingerprint}
+            for mark, plan in plans.items()
+        },
+    }
+
+
+def _resumed(
+    name: str, root: Path, plans: Mapping[str, Plan], say: Callable[[str], None]
+) -> tuple[tuple[int, ...], Replay]:
+    """The run to resume, taken away from everybody else and read. Raises RESUME_REFUSED."""
+    path = resume.run_path(name, root)
+    rehearsal = next(iter(plans.values())).recipe.rehearsal
+    fingerprints = {mark: plan.fingerprint for mark, plan in plans.items()}
+    resume.check_same(resume.about(path), fingerprints, rehearsal=rehearsal)
+    handle = resume.take(path, say=say)
+    return (handle,), resume.read(path)
+
+
+def _left(replay: Replay | None, root: Path, plans: Mapping[str, Plan]) -> Mapping[str, resume.Left]:
+    """Engines that the resumed run may have left up. Only under the same evidence root is it known who uses them."""
+    if replay is None or replay.path.resolve().parent.parent != root.resolve():
+        return {}
+    return resume.left(replay.path, {mark: plan.fingerprint for mark, plan in plans.items()})
 
 
 def _secrets(plans: Mapping[str, Plan]) -> tuple[str, ...]:
@@ -103,14 +174,8 @@ def _secrets(plans: Mapping[str, Plan]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(secret_values([*pairs, ("DSPARK_API_KEY", api_key)])))
 
 
-def _stage_options(options: setup.Options, root: Path, keep: bool, attach: bool) -> StageOptions:
-    hashing = setup.checked_weights(options) == "sha256"
-    api_key = os.environ.get("DSPARK_API_KEY", "")
-    return StageOptions(keep, attach, api_key, root / "weights.json" if hashing else None)
-
-
 def _stage(
-    plans: Mapping[str, Plan], run: RunFolder, root: Path, options: StageOptions, say: Callable[[str], None]
+    plans: Mapping[str, Plan], run: RunFolder, root: Path, how: StageOptions, say: Callable[[str], None]
 ) -> Stage:
     def opened(entry: HostEntry, plan: Plan) -> Host:
         return open_host(entry, cluster=plan.cluster.name, state=root / "hosts")
@@ -118,7 +183,7 @@ def _stage(
     return Stage(
         plans,
         run,
-        options,
+        how,
         open_host=opened,
         say=say,
         kept_store=KeptStore(root / "kept"),
@@ -130,7 +195,13 @@ def worker_state(given: Mapping[str, str], options: setup.Options) -> State:
     plans = setup.make_plans(options, given["marks"].split(","))
     stage = RemoteStage(Address(given["path"], given["key"]))
     run = RunFolder(Path(given["run"]), given["run_id"], _secrets(plans))
-    return State(options, plans, next(iter(plans.values())).recipe, run, stage, lambda text: None, controller=False)  # noqa: ARG005
+    recipe = next(iter(plans.values())).recipe
+    replay = resume.read(Path(given["resumed"])) if given["resumed"] else None
+
+    def silent(text: str) -> None:
+        """The controller alone speaks."""
+
+    return State(options, plans, recipe, run, stage, silent, controller=False, replay=replay, holds=(run.hold(),))
 
 
 class ForeignStage:
@@ -179,6 +250,9 @@ class ForeignStage:
 
     def diagnose(self, mark: str) -> DsparkError | None:
         return None
+
+    def readings(self, mark: str) -> dict[str, dict[str, Any]]:
+        return {"endpoint": Readings(None, None, unreadable=("nobody knows the host of --dspark-endpoint",)).as_json()}
 
     def launch_finding(self, mark: str, *, patient: bool = False) -> Finding:
         raise _nothing(mark)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median, stdev
 
 from pytest_dspark.metrics import Figure, Metrics, delta
 
@@ -17,6 +17,8 @@ CONFIDENCE = 0.99
 GENERATED = "vllm:generation_tokens_total"
 FINISHED = "vllm:request_success_total"
 DECODE_S = "vllm:request_decode_time_seconds_sum"
+PROMPTS = "vllm:prompt_tokens_total"
+PREFILL_S = "vllm:request_prefill_time_seconds_sum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,9 @@ class Timing:
     arguments), `first_answer_s` the first with content, `last_token_s` the last with text; a role, an empty delta, a
     finish reason, a usage chunk or a ping is none of these. `end_s` is the last byte read. `wait_s` is the time before
     the first byte: the wait for a place and a connection. `sent_s` is when the last byte of the request was handed over.
-    `events` counts the events that carry text, `stamps` are their times, `gaps` the seconds between them.
+    `at_s` is the first byte itself on the monotonic clock, to place streams of one
+    machine beside each other. `read_lag_s` is the longest that a packet lay before it was read: long beside the gaps, events
+    may have shared a stamp. `events` counts the events that carry text, `stamps` are their times, `gaps` the seconds between them.
     """
 
     first_token_s: float | None
@@ -36,6 +40,8 @@ class Timing:
     end_s: float
     wait_s: float = 0.0
     sent_s: float = 0.0
+    at_s: float = 0.0
+    read_lag_s: float = 0.0
     stamps: tuple[float, ...] = ()
 
     @property
@@ -106,6 +112,12 @@ def mean_gap(timing: Timing) -> Figure:
     return Figure(fmean(gaps)) if gaps else Figure(None, f"{timing.events} event(s) have no gap")
 
 
+def median_gap(timing: Timing) -> Figure:
+    """Median seconds between events that carry text: one engine step, and one hiccup does not move it."""
+    gaps = timing.gaps
+    return Figure(median(gaps)) if gaps else Figure(None, f"{timing.events} event(s) have no gap")
+
+
 def longest_gap(timing: Timing) -> Figure:
     """Longest seconds between events that carry text."""
     gaps = timing.gaps
@@ -128,6 +140,17 @@ def server_decode_rate_uncorrected(before: Metrics, after: Metrics) -> Figure:
     """Δ generation_tokens / Δ request_decode_time_seconds_sum, as others publish it: too high by n / (n - 1)."""
     tokens = delta(before, after, GENERATED)
     return tokens if tokens.value is None else _per_decode_second(tokens.value, before, after)
+
+
+def server_prefill_rate(before: Metrics, after: Metrics) -> Figure:
+    """The server's prefill rate of one stream in tokens/s: Δ prompt_tokens / Δ request_prefill_time_seconds_sum.
+
+    Cached tokens count as prompt tokens and take no time: right only where nothing was cached.
+    """
+    tokens, seconds = delta(before, after, PROMPTS), delta(before, after, PREFILL_S)
+    if tokens.value is None or seconds.value is None:
+        return Figure(None, tokens.reason or seconds.reason)
+    return _ratio(tokens.value, seconds.value, "prompt tokens")
 
 
 def sample_floor(p: float) -> int:

@@ -1,4 +1,4 @@
-"""Latency and throughput of one stream, by prompt class, since the prompt alone moves the speed."""
+"""One stream: the canary, latency, throughput by prompt class, since the prompt alone moves the speed."""
 
 import pytest
 
@@ -6,7 +6,7 @@ pytestmark = [pytest.mark.profiles("production", "breakable_ab"), pytest.mark.pe
 
 
 @pytest.mark.check("performance.{row}")
-@pytest.mark.parametrize("row", ["decode-prose", "decode-code", "decode-list", "prefill"])
+@pytest.mark.parametrize("row", ["canary", "latency", "decode-prose", "decode-code", "decode-list", "prefill"])
 def test_one_stream(verdict, row):
     """One stream of exactly the asked length; ours alone, and cold."""
     assert verdict.passed, verdict

@@ -12,7 +12,7 @@ import pytest
 from pytest_dspark import junit
 from pytest_dspark.acceptance import outcome
 from pytest_dspark.errors import ConfigError
-from pytest_dspark.evidence import Case, new_run, row
+from pytest_dspark.evidence import Case, new_run, row, sealed_rows
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
 CASE = Case("run", "suites/test_x.py::test_x[production]", "x", "x", "production", "recipe", "f" * 16)
@@ -122,3 +122,91 @@ def test_write_whole_leaves_no_part(tmp_path):
         run.write("a.json", {"x": float("nan")})
     assert json.loads((run.path / "a.json").read_text()) == {"x": 1}
     assert not [name for name in os.listdir(run.path) if name.startswith(".")]
+
+
+# --- what resuming rests on
+
+
+def three_rows(tmp_path):
+    run = new_run(tmp_path)
+    for number in range(3):
+        run.append(row(CASE, PASS, Finding("x", {"n": number, "text": "é\ud83d\n"}), started="t", elapsed_s=0))
+    return run
+
+
+def test_rows_are_sealed_one_to_the_next_and_a_half_last_line_is_left_out(tmp_path):
+    run = three_rows(tmp_path)
+    whole = run.rows.read_bytes()
+    assert [found["finding"]["n"] for _, found in sealed_rows(run.rows, run.run_id)] == [0, 1, 2]
+    for cut in range(1, 400, 7):
+        run.rows.write_bytes(whole[:-cut])
+        assert len(list(sealed_rows(run.rows, run.run_id))) == 2 - whole[-cut:-1].count(b"\n")
+    with pytest.raises(ValueError, match="line 1 was changed"):
+        list(sealed_rows(run.rows, "another run"))
+
+
+def test_any_changed_byte_of_a_whole_line_is_found(tmp_path):
+    run = three_rows(tmp_path)
+    whole = run.rows.read_bytes()
+    first = whole.index(b"\n")
+    for place in range(0, first, 3):
+        run.rows.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="line 1"):
+            list(sealed_rows(run.rows, run.run_id))
+
+
+def test_a_writer_cuts_off_the_half_line_of_a_killed_one(tmp_path):
+    run = three_rows(tmp_path)
+    with run.rows.open("ab") as file:
+        file.write(b'{"schema": 1, "half')
+    run.append(row(CASE, PASS, Finding("x", {"n": 3}), started="t", elapsed_s=0))
+    assert [found["finding"]["n"] for _, found in sealed_rows(run.rows, run.run_id)] == [0, 1, 2, 3]
+
+
+def test_the_first_half_line_is_cut_off_too(tmp_path):
+    run = new_run(tmp_path)
+    run.rows.write_bytes(b"x" * 200_000)
+    run.append(row(CASE, PASS, Finding("x", {"text": "y" * 300_000}), started="t", elapsed_s=0))
+    run.append(row(CASE, PASS, Finding("x", {"n": 1}), started="t", elapsed_s=0))
+    assert len(list(sealed_rows(run.rows, run.run_id))) == 2
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    run = three_rows(tmp_path)
+    before, write = run.rows.read_bytes(), os.write
+
+    def full(handle, data):
+        if len(data) > 5:
+            return write(handle, data[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", lambda handle, data: full(handle, data) if len(data) > 600 else full(handle, b""))
+    with pytest.raises(OSError, match="No space"):
+        run.append(row(CASE, PASS, Finding("x", {"text": "y" * 900}), started="t", elapsed_s=0))
+    monkeypatch.setattr(os, "write", write)
+    assert run.rows.read_bytes() == before
+
+
+def test_a_resumed_run_says_who_measured_what_and_what_was_tried_twice():
+    def run(attempt=1, resumed="A"):
+        rows = [
+            {"profile": "p", "check": "a", "verdict": "PASS", "run": "B", "measured_in": "A", "attempt": 1},
+            {"profile": "p", "check": "b", "verdict": "PASS", "run": "B", "measured_in": "B", "attempt": attempt},
+        ]
+        rows = [made | {"finding": {}} for made in rows]
+        return outcome(
+            rows,
+            {"p": ("a", "b")},
+            selected={"p": frozenset("ab")},
+            narrowed=False,
+            rehearsal=False,
+            against_publishing=[],
+            interrupted=False,
+            resumed=resumed,
+        )
+
+    first, twice = run(), run(attempt=2)
+    assert first.accepted and first.publishable and first.as_json()["resumed"] == "A"
+    assert first.disclosures == ("resumed from run A", "measured in run A: p/a")
+    assert first.measured_in == {"A": 1, "B": 1}
+    assert twice.accepted and not twice.publishable and "p: b was tried 2 times" in twice.reasons

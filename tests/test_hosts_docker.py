@@ -525,3 +525,9 @@ def test_listener_reads_the_hosts_own_tables(host: DockerHost) -> None:
         port = server.getsockname()[1]
         assert f"(pid {os.getpid()})" in host.listener(port)
     assert host.listener(port) == ""
+
+
+def test_readings_are_those_of_the_host_itself(host: DockerHost) -> None:
+    found = host.readings()
+    assert found.free_memory_gib is not None and found.free_memory_gib > 0
+    assert (found.temperature_c is None) == bool(found.unreadable)

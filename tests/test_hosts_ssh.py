@@ -566,3 +566,28 @@ def test_twelve_at_once_stay_below_the_sessions_of_sshd(server: Server) -> None:
     assert log.count("Accepted publickey") == 1
     assert "no more sessions" not in log
     host.close()
+
+
+@needs_sshd
+def test_readings_through_ssh(server: Server) -> None:
+    tool(server, "nvidia-smi", "#!/bin/sh\necho '[N/A]'; echo 47\n")
+    host = docker_host(server)
+    found = host.readings()
+    assert found.free_memory_gib is not None and found.free_memory_gib > 0
+    assert found.temperature_c is not None and found.temperature_c >= 47
+    host.close()
+    lost = host.readings()
+    assert (lost.free_memory_gib, lost.temperature_c) == (None, None) and "HOST_UNREACHABLE" in lost.unreadable[0]
+
+
+@needs_sshd
+def test_a_hung_nvidia_smi_ends_on_its_own_host_and_hides_no_memory(server: Server) -> None:
+    tool(server, "nvidia-smi", "#!/bin/sh\necho $$ > " + str(server.bin / "pid") + "\nexec sleep 60\n")
+    host = docker_host(server)
+    found = host.readings()
+    assert found.free_memory_gib is not None
+    if found.temperature_c is None:
+        assert "nvidia-smi did not end within 4 s" in found.unreadable[0]
+    pid = int((server.bin / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists(), "it goes on there after it was given up here"
+    host.close()

@@ -14,7 +14,7 @@ ALLOWED = {
     "_pytest": {"plugin.py"},
     "xdist": {"plugin.py"},
     "requests": {"endpoint.py"} | HOSTS,
-    "urllib3": {"endpoint.py"} | HOSTS,
+    "urllib3": {"endpoint.py", "wire.py", "streams.py"} | HOSTS,
     "docker": HOSTS,
     "paramiko": HOSTS,
     "tiktoken": {"tokens.py"},

@@ -241,7 +241,7 @@ def test_help_and_markers_name_what_there_is():
     text = plain("--help").stdout
     assert all(
         f"--dspark-{name}" in text
-        for name in ("cluster", "recipe", "profile", "out", "endpoint", "plan", "keep", "attach")
+        for name in ("cluster", "recipe", "profile", "out", "resume", "endpoint", "plan", "keep", "attach")
     )
     assert "@pytest.mark.long1m" in plain("--markers").stdout
     assert "The verdict of this case's check" in plain("--fixtures", "suites/test_gate.py").stdout

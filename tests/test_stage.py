@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pytest_dspark.errors import BlockedError
+from pytest_dspark.errors import BlockedError, LaunchError
 from pytest_dspark.evidence import new_run
 from pytest_dspark.kept import KeptStore
 from pytest_dspark.stage import Stage, StageOptions
@@ -104,3 +104,19 @@ def test_a_signal_taken_by_another_thread_still_wakes_the_main_one(tmp_path):
         os.kill(process.pid, signal.SIGTERM)
         assert process.stdout.readline() == "woke True\n"
         process.kill()
+
+
+def test_who_waited_while_the_engine_was_lost_is_blocked_and_holds_nothing(stage, monkeypatch):
+    lost = LaunchError("RANK_EXITED", "rank 1 is gone")
+
+    def dead(_mark):
+        raise lost
+
+    monkeypatch.setattr(stage, "alive", dead)
+    for exclusive in (True, False):
+        with pytest.raises(BlockedError, match="first cause: RANK_EXITED: rank 1 is gone"):
+            stage.enter("m", exclusive)
+    monkeypatch.setattr(stage, "alive", lambda _mark: None)
+    entered = threading.Event()
+    threading.Thread(target=lambda: (stage.enter("m", True), entered.set()), daemon=True).start()
+    assert entered.wait(2), "the engine is still held by a check that was refused"

@@ -4,20 +4,35 @@ import contextlib
 import copy
 import itertools
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pytest_dspark.checks.concurrency import CHECKS as LADDER
-from pytest_dspark.checks.timed import judge_row, measure_row
+from pytest_dspark import calibration
+from pytest_dspark.checks import timed
+from pytest_dspark.checks.concurrency import CHECKS as CONCURRENCY
+from pytest_dspark.checks.performance import CHECKS as PERFORMANCE
+from pytest_dspark.checks.timed import goodput, judge_row, speculation
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
-from pytest_dspark.load import Shape, cache_state, foreign, prompts
+from pytest_dspark.live import Live
+from pytest_dspark.load import Shape, bodies, cache_state, in_flight, poisson, prompts, staggered, volley
 from pytest_dspark.verdict import Finding
 
 EVENTS, EACH, GAP_S, FIRST_S = 10, 6, 0.1, 0.1
+SETTINGS = {
+    "tokens": EVENTS * EACH,
+    "canary_tokens": EVENTS * EACH,
+    "latency_tokens": EVENTS * EACH,
+    "deadline_s": 20.0,
+    "repeats": 3,
+    "knobs": {"MAX_NUM_SEQS": 4},
+    "staggered": {"streams": 3, "every_s": 0.2},
+    "poisson": {"streams": 4, "per_s": 5.0, "slo": {"first_token_s": 5.0, "tpot_s": 1.0}},
+}
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -59,13 +74,15 @@ class Scripted(BaseHTTPRequestHandler):
         self.end_headers()
         with self.server.lock:
             c["running"] += 1
-            c["hits"] += self.server.seen.count(body["prompt"]) * 16
-            self.server.seen.append(body["prompt"])
+            prompt = body.get("prompt") or body["messages"]
+            c["hits"] += self.server.seen.count(prompt) * 16
+            self.server.seen.append(prompt)
         start = time.monotonic()
         for number in range(EVENTS):
             time.sleep(max(start + FIRST_S + number * GAP_S - time.monotonic(), 0))
             end = "length" if number == EVENTS - 1 else None
-            self.event({"choices": [{"index": 0, "text": " w" * EACH, "finish_reason": end}]})
+            said = {"text": " w" * EACH} if "prompt" in body else {"delta": {"content": " w" * EACH}}
+            self.event({"choices": [{"index": 0, **said, "finish_reason": end}]})
         with self.server.lock:
             c["requests"] += 1
             c["prompt"] += 20
@@ -80,6 +97,14 @@ class Scripted(BaseHTTPRequestHandler):
     def event(self, data):
         self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
         self.wfile.flush()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_calibration():
+    """Events a millisecond apart, so that a calibration takes half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "MOST_S", 0.5)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -99,23 +124,35 @@ def endpoint(server):
 
 
 @pytest.fixture(scope="module")
-def row(server):
-    shape = Shape(tokens=EVENTS * EACH)
-    return measure_row("concurrency.c2", Endpoint(f"http://127.0.0.1:{server.server_port}", "m"), shape, 2, 3)
+def row(server, quick_calibration):
+    endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "m")
+    return CONCURRENCY["c2"].measure(endpoint, settings=SETTINGS, live=Live())
 
 
 def test_a_known_schedule_is_reported_as_it_was(row):
-    quoted = row.data["headline"]
-    assert quoted["tpot_s_median"] == pytest.approx(0.9 / 59, abs=0.0008)
-    assert quoted["mean_gap_s_median"] == pytest.approx(0.1, abs=0.005)
+    quoted, error = row.data["headline"], row.data["calibration"]
+    assert error["events"] >= 460
+    assert error["stamp_error_s"]["p50"] < 0.02
+    assert quoted["tpot_s_median"] == pytest.approx(0.9 / 59, abs=0.002)
+    assert quoted["mean_gap_s_median"] == pytest.approx(0.1, abs=0.01)
     assert quoted["tokens_per_event_median"] == 6.0
-    assert quoted["first_token_s_median"] == pytest.approx(FIRST_S, abs=0.03)
-    assert quoted["output_rate"]["mean"] == pytest.approx(120 / 1.0, rel=0.06)
+    assert quoted["first_token_s_median"] == pytest.approx(FIRST_S, abs=0.09)
+    assert quoted["output_rate"]["mean"] == pytest.approx(120 / 1.0, rel=0.15)
     assert quoted["output_rate"]["low"] <= quoted["output_rate"]["mean"] <= quoted["output_rate"]["high"]
-    for one in row.data["repeats"]:
-        assert one["server"]["decode_rate"]["value"] == pytest.approx(59 / 0.9, rel=0.02)
-        assert one["server"]["decode_rate_uncorrected"]["value"] == pytest.approx(60 / 0.9, rel=0.02)
-    assert judge_row(row, {}).passed, judge_row(row, {})
+    assert quoted["decode"]["client"]["mean"] == pytest.approx(59 / 0.9, rel=0.1)
+    assert quoted["decode"]["server"]["mean"] == pytest.approx(59 / 0.9, rel=0.001)
+    assert quoted["decode"]["server_uncorrected"]["mean"] == pytest.approx(60 / 0.9, rel=0.001)
+    assert row.data["canary"]["before"]["step_s"] == pytest.approx(0.1, abs=0.05)
+    assert abs(row.data["canary"]["drift"]) < 0.5
+    assert judge_row(row, {"max_drift": 0.5}).passed, judge_row(row, {"max_drift": 0.5})
+
+
+def test_percentiles_are_withheld_below_their_sample_size(row):
+    told = row.data["headline"]["percentiles"]["first_token_s"]
+    assert told["n"] == 6
+    assert told["p50"] == pytest.approx(FIRST_S, abs=0.09)
+    assert (told["p90"], told["p99"]) == (None, None)
+    assert told["withheld"] == ["p90 needs 44 samples, there are 6", "p99 needs 459 samples, there are 6"]
 
 
 def test_the_verdict_is_the_same_from_a_stored_row(row):
@@ -123,39 +160,157 @@ def test_the_verdict_is_the_same_from_a_stored_row(row):
     assert judge_row(stored, {}) == judge_row(row, {})
 
 
-def test_a_second_client_voids_the_row(server, endpoint):
-    other = threading.Thread(target=lambda: endpoint.complete("someone else", max_tokens=60, stream=True))
+def test_a_second_client_voids_the_row(server, endpoint, monkeypatch):
+    """Another client asks once, somewhere in the repeats."""
+    other = threading.Thread(
+        target=lambda: Endpoint(endpoint.base_url, "m").complete("theirs", max_tokens=60, stream=True)
+    )
+    calls = itertools.count()
 
-    def nonce_then_intrude():
-        if not other.is_alive() and other.ident is None:
+    def nonce_and_intrude():
+        if next(calls) == 4:
             other.start()
-        return "n"
+        return str(next(calls))
 
-    from pytest_dspark.load import volley
-
-    counter = itertools.count()
-    first = volley(endpoint, Shape(tokens=60), 1, lambda: f"{nonce_then_intrude()}{next(counter)}")
+    monkeypatch.setattr(timed, "nonce", nonce_and_intrude)
+    finding = CONCURRENCY["c1"].measure(endpoint, settings=SETTINGS, live=Live())
     other.join()
-    assert "the server counted 2 requests, ours are 1" in foreign(first) or "in flight" in foreign(first), first[
-        "server"
-    ]
+    verdict = judge_row(finding, {})
+    assert (str(verdict.status), verdict.code) == ("ERROR", "FOREIGN_TRAFFIC"), verdict
 
 
-def test_a_repeated_prompt_makes_the_row_warm(endpoint):
-    row = measure_row_with_nonce(endpoint, lambda: "the same")
-    verdict = judge_row(row, {})
+def test_a_repeated_prompt_makes_the_row_warm(endpoint, monkeypatch):
+    monkeypatch.setattr(timed, "nonce", lambda: "the same")
+    finding = CONCURRENCY["c1"].measure(endpoint, settings=SETTINGS, live=Live())
+    verdict = judge_row(finding, {})
     assert (str(verdict.status), verdict.code) == ("ERROR", "CACHE_WARM")
-    assert "warm" in row.data["cache"]
+    assert "warm" in finding.data["cache"]
 
 
-def measure_row_with_nonce(endpoint, nonce):
-    from pytest_dspark.checks import timed
+@pytest.mark.parametrize("name", ["latency", "prefill"])
+def test_one_stream_rows(endpoint, name):
+    settings = SETTINGS | {"prefill_tokens": 60, "prefill_words": 50}
+    finding = PERFORMANCE[name].measure(endpoint, settings=settings, live=Live())
+    assert judge_row(finding, settings).passed, judge_row(finding, settings)
+    assert finding.data["method"] == ("chat" if name == "latency" else "completions")
+    assert finding.data["headline"]["first_answer_s_median"] == pytest.approx(FIRST_S, abs=0.09)
+    assert finding.data["headline"]["prefill"]["client"]["mean"] == pytest.approx(20 / FIRST_S, rel=0.5)
 
-    old, timed.nonce = timed.nonce, nonce
-    try:
-        return measure_row("x", endpoint, Shape(tokens=60), 1, 3)
-    finally:
-        timed.nonce = old
+
+def test_staggered_and_open_loop_arrivals(endpoint):
+    finding = CONCURRENCY["staggered"].measure(endpoint, settings=SETTINGS, live=Live())
+    assert judge_row(finding, SETTINGS).passed, judge_row(finding, SETTINGS)
+    begins = [one["at_s"] for one in finding.data["repeats"][0]["samples"]]
+    assert [later - earlier for earlier, later in itertools.pairwise(begins)] == pytest.approx([0.2, 0.2], abs=0.15)
+    finding = CONCURRENCY["poisson"].measure(endpoint, settings=SETTINGS, live=Live())
+    assert judge_row(finding, SETTINGS).passed, judge_row(finding, SETTINGS)
+    good = finding.data["headline"]["goodput"]
+    assert (good["met"], good["of"], good["high"]) == (12, 12, 1.0)
+    tight = judge_row(finding, SETTINGS | {"min_goodput": 1.01})
+    assert (str(tight.status), tight.code) == ("FAIL", "LIMIT_EXCEEDED")
+
+
+def test_poisson_arrivals_have_the_stated_rate_and_are_the_same_for_a_seed():
+    arrivals = poisson(20_000, 5.0, "a")
+    assert arrivals[0] == 0.0
+    assert arrivals[-1] / 20_000 == pytest.approx(0.2, rel=0.03)
+    assert arrivals == poisson(20_000, 5.0, "a") != poisson(20_000, 5.0, "b")
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(0.3679, abs=0.01)
+    assert staggered(3, 0.5) == (0.0, 0.5, 1.0)
+
+
+def test_in_flight_counts_what_overlaps():
+    def one(at_s, end_s):
+        return {"at_s": at_s, "end_s": end_s}
+
+    assert in_flight([one(0, 1), one(0.5, 1), one(2, 1)]) == 2
+    assert in_flight([one(0, 1), one(1.1, 1)]) == 1
+    assert in_flight([one(0, 1), one(1.1, 1)], slack_s=0.25) == 2
+
+
+def test_goodput_counts_the_wait_and_the_time_per_token():
+    def stream(wait_s, first, tpot):
+        return {"wait_s": wait_s, "first_token_s": first, "tpot_s": tpot, "due_s": 1.0, "end_s": 1.0}
+
+    slo = {"first_token_s": 1.0, "tpot_s": 0.1}
+    streams = [stream(0, 0.9, 0.1), stream(0.2, 0.9, 0.1), stream(0, 0.9, 0.11), stream(0, None, None)]
+    good = goodput([{"samples": streams}], slo)
+    assert (good["met"], good["of"], good["share"]) == (1, 4, 0.25)
+    assert good["per_s"] == pytest.approx(1 / 2.2)
+
+
+def test_speculation_keeps_length_and_steps_apart():
+    def one(drafts, accepted, seconds, reason=""):
+        told = {"drafts": drafts, "accepted_tokens": accepted, "decode_s": seconds}
+        return {"server": {key: {"value": value, "reason": reason or None} for key, value in told.items()}}
+
+    told = speculation([one(100, 300, 5.0), one(100, 340, 5.0)])
+    assert told["accepted_length"] == pytest.approx(4.2)
+    assert told["steps_per_s"] == pytest.approx(20.0)
+    assert speculation([one(None, None, 5.0, "the server has no drafts")])["reason"] == "the server has no drafts"
+    assert speculation([one(0, 0, 5.0)]) == {
+        "accepted_length": None,
+        "steps_per_s": None,
+        "reason": "nothing was drafted",
+    }
+
+
+def test_the_canary_lane(endpoint):
+    finding = PERFORMANCE["canary"].measure(endpoint, settings=SETTINGS, live=Live())
+    judge = PERFORMANCE["canary"].judge
+    assert judge(finding, SETTINGS | {"max_drift": 1.0}).passed
+    assert len(finding.data["steps"]) == 5
+    for change, code in (
+        ({"spread": 0.4}, "DRIFT"),
+        ({"spread": None}, "DRIFT"),
+        ({"asked": 61}, "WRONG_ANSWER"),
+        ({"steps": [*finding.data["steps"][:4], finding.data["steps"][4] | {"foreign": "theirs"}]}, "FOREIGN_TRAFFIC"),
+    ):
+        assert judge(Finding("x", {**finding.data, **change}), {"max_drift": 0.3}).code == code
+
+
+def test_what_runs_is_shown_while_it_runs(endpoint):
+    stream = Terminal()
+    CONCURRENCY["c2"].measure(endpoint, settings=SETTINGS, live=Live(stream))
+    text = "".join(stream.said)
+    assert re.search(
+        r"dspark: concurrency.c2, warm-up 1: 2 in flight, 0 done, ([\d.]+ tok/s|\d+ events), \d+ s", text
+    ), text
+    assert re.search(r"concurrency.c2, repeat 2 of 3: .*about \d+ s left", text), text
+    assert re.search(r"dspark: concurrency.c2: [\d.]+ \([\d.]+ to [\d.]+\) tok/s, first token [\d.]+ ms\n$", text), text
+
+
+class Terminal:
+    def __init__(self, terminal=True):
+        self.said, self.terminal = [], terminal
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        self.said.append(text)
+
+    def flush(self):
+        pass
+
+
+def test_a_log_gets_one_line_a_minute_and_the_kept_ones():
+    moments = iter([0.0, 1.0, 61.0, 62.0, 63.0, 64.0])
+    log = Terminal(terminal=False)
+    live = Live(log, clock=lambda: next(moments))
+    for text in ("at 1 s", "at 61 s", "at 62 s"):
+        live.show(text)
+    live.line("kept")
+    assert "".join(log.said) == "dspark: at 61 s\ndspark: kept\n"
+
+
+def test_silence_is_silent(capfd):
+    live = Live(None)
+    live.show("x")
+    live.line("x")
+    live.clear()
+    assert capfd.readouterr() == ("", "")
 
 
 def changed(row, path, value):
@@ -164,7 +319,7 @@ def changed(row, path, value):
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    return judge_row(Finding(row.check, data), {"max_fairness": 5.0})
+    return judge_row(Finding(row.check, data), {"max_fairness": 5.0, "max_drift": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -185,6 +340,13 @@ def changed(row, path, value):
         (["headline", "fairness"], 9.0, "FAIL", "LIMIT_EXCEEDED"),
         (["headline", "fairness"], None, "FAIL", "LIMIT_EXCEEDED"),
         (["repeats"], [], "ERROR", "HARNESS"),
+        (["calibration"], None, "ERROR", "HARNESS"),
+        (["calibration", "events"], 0, "ERROR", "HARNESS"),
+        (["canary", "drift"], 0.6, "ERROR", "DRIFT"),
+        (["canary", "drift"], -0.6, "ERROR", "DRIFT"),
+        (["canary", "drift"], None, "ERROR", "DRIFT"),
+        (["canary", "before", "foreign"], "theirs", "ERROR", "FOREIGN_TRAFFIC"),
+        (["canary", "after", "foreign"], "theirs", "ERROR", "FOREIGN_TRAFFIC"),
     ],
 )
 def test_every_part_of_a_row_can_turn_it_red(row, path, value, status, code):
@@ -205,19 +367,23 @@ def test_prompts_differ_from_the_first_word_on():
     assert len({text.split()[0] for text in made}) == 50
 
 
+def test_a_chat_differs_from_its_first_message_on():
+    numbers = itertools.count()
+    made = list(bodies(Shape(tokens=4, chat=True), 20, lambda: f"n{next(numbers)}"))
+    assert len({body["messages"][0]["content"] for body in made}) == 20
+    assert all(body["min_tokens"] == body["max_tokens"] == 4 and body["ignore_eos"] for body in made)
+
+
 def test_a_level_above_the_profile_is_not_implemented(endpoint):
-    settings = {"tokens": 8, "prompt_class": "prose", "deadline_s": 9, "repeats": 3, "knobs": {"MAX_NUM_SEQS": 4}}
     with pytest.raises(DsparkError) as caught:
-        LADDER["c8"].measure(endpoint, settings=settings)
+        CONCURRENCY["c8"].measure(endpoint, settings=SETTINGS, live=Live())
     assert caught.value.code == "NOT_IMPLEMENTED"
 
 
 def test_giving_up_ends_every_stream_at_once(endpoint):
     """A time-out or Ctrl-C in the main thread must not wait for streams that still run."""
-    from pytest_dspark.load import volley
-
     threading.Timer(0.4, endpoint.close).start()
     start = time.monotonic()
     with pytest.raises(DsparkError, match="given up"):
-        volley(endpoint, Shape(tokens=60), 4, lambda: str(time.monotonic_ns()))
+        volley(endpoint, Shape(tokens=60), (0.0,) * 4, lambda: str(time.monotonic_ns()))
     assert time.monotonic() - start < 2.5

@@ -1,7 +1,7 @@
 """The checks: each module measures one lane and judges it. `NAME` or `MODULE.NAME` is the id of a check.
 
-`measure` gets the endpoint (or the stage) and the recipe's table for its module and returns a Finding; it never asserts,
-skips, prints or retries. `judge` is pure, and gives the same verdict again from a stored finding.
+`measure` gets the endpoint, the recipe's table for its module and the live line (or the stage alone) and returns a Finding;
+it never asserts, skips, prints or retries. `judge` is pure, and gives the same verdict again from a stored finding.
 """
 
 from __future__ import annotations

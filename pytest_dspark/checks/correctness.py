@@ -13,6 +13,7 @@ from pytest_dspark.answers import judge_code, judge_json, judge_number
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.gate import canary_prompt, judge_tool, weather_tool
+from pytest_dspark.live import Live
 from pytest_dspark.recipe import Canary
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
@@ -65,7 +66,7 @@ def _verdict(ok: bool, code: str, message: str) -> Verdict:
 # --- arithmetic
 
 
-def measure_arithmetic(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+def measure_arithmetic(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """Every question of the recipe, one after the other."""
     cases = [{**case, "reply": _ask(endpoint, settings, case["prompt"])} for case in settings["arithmetic"]]
     return Finding("correctness.arithmetic", {"cases": cases})
@@ -95,7 +96,7 @@ def judge_arithmetic(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 # --- JSON
 
 
-def measure_json(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+def measure_json(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """One object asked for in words, with the server's JSON mode on."""
     wanted = settings["json_expect"]
     schema = {
@@ -118,7 +119,7 @@ def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 # --- tool call
 
 
-def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """One forced call of one tool, streamed, so that its arguments must be put together again."""
     choice = {"type": "function", "function": {"name": "get_weather"}}
     reply = _ask(
@@ -142,7 +143,7 @@ def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 # --- retrieval
 
 
-def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """A code in the middle of filler, asked for at the end."""
     code = settings["retrieval_code"]
     canary = Canary(
@@ -165,7 +166,7 @@ def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 # --- a long stream
 
 
-def measure_stream(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
+def measure_stream(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """One streamed answer of a fixed length: end-of-sequence ignored, minimum and maximum equal."""
     length = settings["stream_tokens"]
     reply = endpoint.chat(

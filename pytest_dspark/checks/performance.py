@@ -1,4 +1,4 @@
-"""Latency and throughput of one stream: first token, time per token, gaps, decode and prefill rate."""
+"""One stream: the canary, latency through the chat template, decode and prefill throughput."""
 
 from __future__ import annotations
 
@@ -6,23 +6,62 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytest_dspark.checks import Check
-from pytest_dspark.checks.timed import judge_row, measure_row
+from pytest_dspark.checks.timed import Row, canary_step, judge_row, measure_row, shape_of
 from pytest_dspark.endpoint import Endpoint
-from pytest_dspark.load import PROMPT_CLASSES, Shape
-from pytest_dspark.verdict import Finding
+from pytest_dspark.live import Live
+from pytest_dspark.load import PROMPT_CLASSES, Shape, together
+from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+CANARIES = 5
 
 
-def _measure(name: str, prompt_class: str) -> Callable[..., Finding]:
-    def measure(endpoint: Endpoint, *, settings: Mapping[str, Any]) -> Finding:
-        filler = settings["prefill_words"] if name == "prefill" else 0
-        tokens = settings["prefill_tokens"] if name == "prefill" else settings["tokens"]
-        shape = Shape(tokens=tokens, prompt_class=prompt_class, filler=filler, deadline_s=settings["deadline_s"])
-        return measure_row(f"performance.{name}", endpoint, shape, 1, settings["repeats"])
+def _row(name: str, shape: Callable[[Mapping[str, Any]], Shape]) -> Check:
+    def measure(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
+        row = Row(f"performance.{name}", shape(settings), lambda _: together(1), "one stream")
+        return measure_row(row, endpoint, settings, live)
 
-    return measure
+    return Check(measure, judge_row, exclusive=True)
+
+
+def _canaries(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
+    """The canary step of every timed row, several times in a row: the engine's step time, and how steady it is."""
+    canary_step(endpoint, settings)
+    steps = [canary_step(endpoint, settings) for _ in range(CANARIES)]
+    told = [step["step_s"] for step in steps if step["step_s"]]
+    spread = max(told) / min(told) - 1 if len(told) == CANARIES else None
+    live.line(f"performance.canary: a step of {' '.join(f'{step * 1000:.1f}' for step in told) or 'no'} ms")
+    return Finding("performance.canary", {"asked": settings["canary_tokens"], "steps": steps, "spread": spread})
+
+
+def _judge_canaries(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
+    """PASS if every step was ours alone and of the asked length, and they differ by no more than the recipe's drift."""
+    asked, spread = finding.data["asked"], finding.data["spread"]
+    for number, step in enumerate(finding.data["steps"], 1):
+        if step["foreign"]:
+            return Verdict(Status.ERROR, "FOREIGN_TRAFFIC", f"void, step {number}: {step['foreign']}")
+        if step["tokens"] != asked:
+            return Verdict(Status.FAIL, "WRONG_ANSWER", f"asked for exactly {asked} tokens, got {step['tokens']}")
+    if len(finding.data["steps"]) < CANARIES or spread is None:
+        return Verdict(
+            Status.ERROR, "DRIFT", f"expected the time of {CANARIES} steps, found {len(finding.data['steps'])}"
+        )
+    if "max_drift" in limits and spread > limits["max_drift"]:
+        text = f"step times differ by {spread:.0%} within seconds, limit {limits['max_drift']:.0%}"
+        return Verdict(Status.ERROR, "DRIFT", text)
+    return PASS
+
+
+def _decode(prompt_class: str) -> Callable[[Mapping[str, Any]], Shape]:
+    return lambda settings: shape_of(settings, prompt_class=prompt_class)
+
+
+def _prefill(settings: Mapping[str, Any]) -> Shape:
+    return shape_of(settings, tokens=settings["prefill_tokens"], filler=settings["prefill_words"])
 
 
 CHECKS = {
-    f"decode-{name}": Check(_measure(f"decode-{name}", name), judge_row, exclusive=True) for name in PROMPT_CLASSES
+    "canary": Check(_canaries, _judge_canaries, exclusive=True),
+    "latency": _row("latency", lambda settings: shape_of(settings, tokens=settings["latency_tokens"], chat=True)),
+    **{f"decode-{name}": _row(f"decode-{name}", _decode(name)) for name in PROMPT_CLASSES},
+    "prefill": _row("prefill", _prefill),
 }
-CHECKS["prefill"] = Check(_measure("prefill", "prose"), judge_row, exclusive=True)

@@ -1,84 +1,288 @@
-"""What every timed lane shares: warm-up until the rate is stable, repeats, and the honesty of a row.
+"""What every timed lane shares: warm-up until the rate is stable, the client's own error, repeats, and the honesty of a row.
 
-A row is void (ERROR) when the server counted traffic that is not ours, when it cannot tell, or when prompts were cached.
-Void rows stay in the evidence with the reason. Speed itself is never a verdict unless the recipe states a limit.
+A row is void (ERROR) when the server counted traffic that is not ours, when it cannot tell, when prompts were cached, when
+the client was not calibrated, or when the engine was another after the row than before it (the canary step). Void rows stay in
+the evidence with the reason. Speed itself is never a verdict unless the recipe states a limit.
 """
 
 from __future__ import annotations
 
 import secrets
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.calibration import calibrate, unresolved
+from pytest_dspark.endpoint import Endpoint, Progress
+from pytest_dspark.live import Live
 from pytest_dspark.load import Shape, cache_state, foreign, provable, volley
-from pytest_dspark.timing import t_interval
+from pytest_dspark.timing import quantile, t_interval, wilson
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
 STABLE = 0.10
 MOST_WARM_UPS = 5
+LEAST_REPEATS = 3
+SPREAD = ("first_token_s", "first_answer_s", "tpot_s", "end_s", "wait_s")
+
+Arrivals = Callable[[str], Sequence[float]]
 
 
 def nonce() -> str:
     return secrets.token_hex(8)
 
 
-def measure_row(check: str, endpoint: Endpoint, shape: Shape, concurrency: int, repeats: int) -> Finding:
-    """Warm up, then `repeats` volleys; each repeat is kept whole."""
-    warm_ups = warm_up(endpoint, shape, concurrency)
-    volleys = [volley(endpoint, shape, concurrency, nonce) for _ in range(repeats)]
-    rates = [one["output_rate"] for one in volleys]
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one timed row asks: requests of one shape, arriving as `arrivals` says for the name of a repeat."""
+
+    check: str
+    shape: Shape
+    arrivals: Arrivals
+    how: str
+
+
+def shape_of(settings: Mapping[str, Any], **changes: Any) -> Shape:
+    """The shape of a lane's requests by its recipe table."""
+    shape = Shape(settings["tokens"], settings.get("prompt_class", "prose"), deadline_s=settings["deadline_s"])
+    return replace(shape, **changes)
+
+
+def measure_row(row: Row, endpoint: Endpoint, settings: Mapping[str, Any], live: Live) -> Finding:
+    """Warm up, calibrate, then the repeats between two canary steps; each repeat is kept whole."""
+    watch = Watch(row.check, live, settings["repeats"])
+    warm = warm_up(row, endpoint, watch)
+    calibration = _calibrated(warm.last, endpoint, watch)
+    before = canary_step(endpoint, settings)
+    volleys = [_repeat(row, endpoint, watch, number) for number in range(settings["repeats"])]
+    after = canary_step(endpoint, settings)
+    quoted = headline(volleys, settings.get("slo"))
+    quoted["unresolved"] = unresolved(quoted, calibration, row.shape.tokens)
     data = {
-        "method": "completions, streamed, forced length, unique prompts",
-        "concurrency": concurrency,
-        "tokens": shape.tokens,
-        "prompt_class": shape.prompt_class,
-        "warm_up_rates": warm_ups,
+        "method": "chat" if row.shape.chat else "completions",
+        "arrivals": row.how,
+        "tokens": row.shape.tokens,
+        "prompt_class": row.shape.prompt_class,
+        "reader": endpoint.reader,
+        "warm_up": {"rates": warm.rates, "seconds": warm.seconds, "stable": warm.stable},
+        "calibration": calibration,
+        "canary": {"before": before, "after": after, "drift": drift(before, after)},
         "repeats": volleys,
         "cache": [cache_state(one) for one in volleys],
-        "headline": headline(volleys, rates),
+        "headline": quoted,
     }
-    return Finding(check, data)
+    live.line(_told(row.check, quoted))
+    return Finding(row.check, data)
 
 
-def warm_up(endpoint: Endpoint, shape: Shape, concurrency: int) -> list[float | None]:
-    """Volleys until two rates in a row differ by less than a tenth, at most five; their rates are recorded."""
+def _repeat(row: Row, endpoint: Endpoint, watch: Watch, number: int) -> dict[str, Any]:
+    name = f"repeat {number + 1}"
+    with watch.phase(f"{name} of {watch.repeats}", watch.repeats - number - 1):
+        return volley(endpoint, row.shape, row.arrivals(name), nonce, watch.seen)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What it took until the rate was stable: each rate in tokens/s, seconds in all, and the last volley."""
+
+    rates: tuple[float | None, ...]
+    seconds: float
+    stable: bool
+    last: Mapping[str, Any]
+
+
+def warm_up(row: Row, endpoint: Endpoint, watch: Watch) -> WarmUp:
+    """Volleys until two rates in a row differ by less than a tenth, at most five."""
     rates: list[float | None] = []
-    while len(rates) < MOST_WARM_UPS:
-        rates.append(volley(endpoint, shape, concurrency, nonce)["output_rate"])
-        if len(rates) > 1 and rates[-1] and rates[-2] and abs(rates[-1] / rates[-2] - 1) < STABLE:
-            break
-    return rates
+    stable, start = False, time.monotonic()
+    while not stable and len(rates) < MOST_WARM_UPS:
+        with watch.phase(f"warm-up {len(rates) + 1}", watch.repeats):
+            last = volley(endpoint, row.shape, row.arrivals("warm-up"), nonce, watch.seen)
+        rates.append(last["output_rate"])
+        stable = bool(len(rates) > 1 and rates[-1] and rates[-2] and abs(rates[-1] / rates[-2] - 1) < STABLE)
+    return WarmUp(tuple(rates), time.monotonic() - start, stable, last)
 
 
-def headline(volleys: Sequence[Mapping[str, Any]], rates: Sequence[float | None]) -> dict[str, Any]:
-    """The figures that are quoted: medians over all streams, and rates with an interval by repeats."""
-    streams = [stream for one in volleys for stream in one["samples"]]
-    good = [rate for rate in rates if rate is not None]
-    interval = t_interval(good)
+def _calibrated(one: Mapping[str, Any], endpoint: Endpoint, watch: Watch) -> dict[str, Any]:
+    """The client's own error at the concurrency and the event rate that the warm-up showed."""
+    gaps = [stream["mean_gap_s"] for stream in one["samples"] if stream["mean_gap_s"]]
+    gap_s = statistics.median(gaps) if gaps else statistics.median(stream["end_s"] for stream in one["samples"])
+    with watch.phase("calibrating the client", watch.repeats):
+        return calibrate(one["concurrency"], gap_s, reader=endpoint.reader)
+
+
+# --- the canary step
+
+
+def canary_step(endpoint: Endpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """One short stream alone: the engine's step time in seconds (median gap between events), to be the same later."""
+    shape = Shape(settings["canary_tokens"], deadline_s=settings["deadline_s"])
+    one = volley(endpoint, shape, (0.0,), nonce)
+    stream = one["samples"][0]
     return {
-        **{
-            f"{key}_median": _median(streams, key)
-            for key in (
-                "first_token_s",
-                "first_answer_s",
-                "tpot_s",
-                "mean_gap_s",
-                "end_s",
-                "decode_rate",
-                "tokens_per_event",
-            )
-        },
+        "step_s": stream["median_gap_s"],
+        "events": stream["events"],
+        "tokens": stream["completion_tokens"],
+        "foreign": foreign(one) or None,
+    }
+
+
+def drift(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
+    """Step time after over before, less one; None where there was no step."""
+    return after["step_s"] / before["step_s"] - 1 if before["step_s"] and after["step_s"] else None
+
+
+# --- what is shown while it runs
+
+
+class Watch:
+    """The live line of one row: phase, in flight, tokens/s by the server's counter, seconds, and what is left."""
+
+    def __init__(self, check: str, live: Live, repeats: int) -> None:
+        self.repeats = repeats
+        self._check, self._live = check, live
+        self._begin = self._start = time.monotonic()
+        self._name, self._left = "", 0
+        self._usual: float | None = None
+
+    def phase(self, name: str, left: int) -> Watch:
+        self._name, self._left = name, left
+        return self
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._name.startswith(("warm-up", "repeat")):
+            self._usual = time.monotonic() - self._start
+
+    def seen(self, progress: Progress, rate: float | None) -> None:
+        now = time.monotonic()
+        parts = [f"{progress.in_flight} in flight", f"{progress.finished} done"]
+        parts += [f"{progress.waiting} to come"] if progress.waiting else []
+        parts += [f"{rate:.1f} tok/s" if rate is not None else f"{progress.events} events"]
+        parts += [f"{now - self._begin:.0f} s"]
+        if self._usual is not None:
+            parts += [f"about {max(self._usual * (self._left + 1) - (now - self._start), 0):.0f} s left"]
+        self._live.show(f"{self._check}, {self._name}: {', '.join(parts)}")
+
+
+def _told(check: str, quoted: Mapping[str, Any]) -> str:
+    """One line a row."""
+    rate, first = quoted["output_rate"], quoted["first_token_s_median"]
+    spread = "" if rate["low"] is None else f" ({rate['low']:.1f} to {rate['high']:.1f})"
+    speed = "no rate" if rate["mean"] is None else f"{rate['mean']:.1f}{spread} tok/s"
+    return f"{check}: {speed}, first token {'unknown' if first is None else f'{first * 1000:.1f} ms'}"
+
+
+# --- the figures that are quoted
+
+
+def headline(volleys: Sequence[Mapping[str, Any]], slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Medians and percentiles over all streams, and rates with an interval by repeats."""
+    streams = [stream for one in volleys for stream in one["samples"]]
+    keys = ("first_token_s", "first_answer_s", "tpot_s", "mean_gap_s", "end_s", "decode_rate", "tokens_per_event")
+    return {
+        **{f"{key}_median": _median(streams, key) for key in keys},
+        "percentiles": {key: _percentiles(streams, key) for key in SPREAD},
         "longest_gap_s": max((s["longest_gap_s"] for s in streams if s["longest_gap_s"] is not None), default=None),
-        "output_rate": {
-            "mean": interval.centre,
-            "low": interval.low,
-            "high": interval.high,
-            "n": interval.n,
-            "reason": interval.reason or None,
+        "read_lag_s": max((s["read_lag_s"] for s in streams), default=None),
+        "output_rate": _interval([one["output_rate"] for one in volleys]),
+        "decode": _sides(volleys),
+        "prefill": {
+            "client": _interval([_prefill_rate(one) for one in volleys]),
+            "server": _interval([one["server"]["prefill_rate"]["value"] for one in volleys]),
         },
-        "fairness": _fairness(streams),
+        "speculation": speculation(volleys),
+        "fairness": _fairness(volleys),
+        "goodput": goodput(volleys, slo) if slo else None,
+    }
+
+
+def _sides(volleys: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The decode rate of one stream as the client and as the server saw it; `agree` if their intervals meet."""
+    client = _interval([one["decode_rate"] for one in volleys])
+    server = _interval([one["server"]["decode_rate"]["value"] for one in volleys])
+    uncorrected = _interval([one["server"]["decode_rate_uncorrected"]["value"] for one in volleys])
+    known = client["low"] is not None and server["low"] is not None
+    agree = client["low"] <= server["high"] and server["low"] <= client["high"] if known else None
+    return {"client": client, "server": server, "server_uncorrected": uncorrected, "agree": agree}
+
+
+def speculation(volleys: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Accepted length (tokens a step: 1 + accepted / drafts) and steps/s of one stream (drafts / decode time), kept apart.
+
+    Their product is the decode rate; a faster engine and a luckier draft are different things.
+    """
+    keys = ("drafts", "accepted_tokens", "decode_s")
+    told = [[one["server"][key]["value"] for one in volleys] for key in keys]
+    if any(value is None for values in told for value in values) or not sum(told[0]):
+        reason = next((one["server"]["drafts"]["reason"] for one in volleys if one["server"]["drafts"]["reason"]), None)
+        return {"accepted_length": None, "steps_per_s": None, "reason": reason or "nothing was drafted"}
+    drafts, accepted, seconds = (sum(values) for values in told)
+    return {
+        "accepted_length": 1 + accepted / drafts,
+        "steps_per_s": drafts / seconds if seconds > 0 else None,
+        "reason": None,
+    }
+
+
+def goodput(volleys: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> dict[str, Any]:
+    """Requests that met the stated limits, as a share (Wilson interval) and per second of the row.
+
+    A request meets them if its wait and first token together stay within `first_token_s`, and its TPOT within `tpot_s`.
+    """
+    streams = [stream for one in volleys for stream in one["samples"]]
+    met = sum(_meets(stream, slo) for stream in streams)
+    seconds = sum(max(s["due_s"] + s["wait_s"] + s["end_s"] for s in one["samples"]) for one in volleys)
+    share = wilson(met, len(streams))
+    return {
+        "slo": dict(slo),
+        "met": met,
+        "of": len(streams),
+        "share": share.centre,
+        "low": share.low,
+        "high": share.high,
+        "per_s": met / seconds if seconds > 0 else None,
+    }
+
+
+def _meets(stream: Mapping[str, Any], slo: Mapping[str, float]) -> bool:
+    first, tpot = stream["first_token_s"], stream["tpot_s"]
+    if first is None or tpot is None:
+        return False
+    return bool(stream["wait_s"] + first <= slo["first_token_s"] and tpot <= slo["tpot_s"])
+
+
+def _prefill_rate(one: Mapping[str, Any]) -> float | None:
+    """Prompt tokens / time to first token of one stream alone; of several at once, or of cached prompts, it says nothing."""
+    stream = one["samples"][0]
+    known = stream["prompt_tokens"] and stream["first_token_s"] and cache_state(one) == "cold"
+    return stream["prompt_tokens"] / stream["first_token_s"] if known and len(one["samples"]) == 1 else None
+
+
+def _interval(values: Sequence[float | None]) -> dict[str, Any]:
+    good = [value for value in values if value is not None]
+    found = t_interval(good)
+    missing = f"{len(values) - len(good)} of {len(values)} repeats have none" if len(good) < len(values) else None
+    return {
+        "mean": found.centre,
+        "low": found.low,
+        "high": found.high,
+        "n": found.n,
+        "reason": missing or found.reason or None,
+    }
+
+
+def _percentiles(streams: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """p50, p90 and p99 over all streams, each withheld below its sample size."""
+    values = [stream[key] for stream in streams if stream[key] is not None]
+    figures = {f"p{share * 100:g}": quantile(values, share) for share in (0.5, 0.9, 0.99)} if values else {}
+    return {
+        "n": len(values),
+        **{name: figure.value for name, figure in figures.items()},
+        "withheld": [figure.reason for figure in figures.values() if figure.reason],
     }
 
 
@@ -87,20 +291,30 @@ def _median(streams: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values and all(value is not None for value in values) else None
 
 
-def _fairness(streams: Sequence[Mapping[str, Any]]) -> float | None:
-    """Slowest stream over fastest, by end-to-end time: 1 is fair."""
-    ends = [stream["end_s"] for stream in streams]
-    return max(ends) / min(ends) if ends and min(ends) > 0 else None
+def _fairness(volleys: Sequence[Mapping[str, Any]]) -> float | None:
+    """Slowest stream over fastest, by end-to-end time, in the worst repeat: 1 is fair."""
+    ends = [[stream["end_s"] for stream in one["samples"]] for one in volleys]
+    return max((max(each) / min(each) for each in ends if each and min(each) > 0), default=None)
+
+
+# --- the verdict
 
 
 def judge_row(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
-    """PASS if every stream has exactly the asked tokens, every repeat is provably ours alone and cold, and the recipe's
-    limits hold."""
+    """PASS if every stream has exactly the asked tokens, every repeat is provably ours alone and cold, the client was
+    calibrated, the engine did not change meanwhile, and the recipe's limits hold."""
     data = finding.data
     volleys = data["repeats"]
-    if len(volleys) < 3:
-        return Verdict(Status.ERROR, "HARNESS", f"{len(volleys)} repeats, expected at least 3")
-    return _void(volleys) or _lengths(volleys, data["tokens"]) or _limits(data["headline"], limits) or PASS
+    if len(volleys) < LEAST_REPEATS:
+        return Verdict(Status.ERROR, "HARNESS", f"{len(volleys)} repeats, expected at least {LEAST_REPEATS}")
+    return (
+        _void(volleys)
+        or _uncalibrated(data["calibration"])
+        or _drifted(data["canary"], limits)
+        or _lengths(volleys, data["tokens"])
+        or _limits(data["headline"], limits)
+        or PASS
+    )
 
 
 def _void(volleys: Sequence[Mapping[str, Any]]) -> Verdict | None:
@@ -123,6 +337,28 @@ def _void(volleys: Sequence[Mapping[str, Any]]) -> Verdict | None:
     return None
 
 
+def _uncalibrated(calibration: Mapping[str, Any] | None) -> Verdict | None:
+    if calibration and calibration["events"] > 0:
+        return None
+    return Verdict(Status.ERROR, "HARNESS", "void: the client's own error was not measured")
+
+
+def _drifted(canary: Mapping[str, Any], limits: Mapping[str, Any]) -> Verdict | None:
+    for when in ("before", "after"):
+        if canary[when]["foreign"]:
+            text = f"void, canary {when} the row: {canary[when]['foreign']}"
+            return Verdict(Status.ERROR, "FOREIGN_TRAFFIC", text)
+    if "max_drift" not in limits:
+        return None
+    if canary["drift"] is None:
+        return Verdict(Status.ERROR, "DRIFT", "void: the canary step shows no step time, so a drift cannot be seen")
+    if abs(canary["drift"]) > limits["max_drift"]:
+        steps = f"{canary['before']['step_s'] * 1000:.1f} ms before and {canary['after']['step_s'] * 1000:.1f} ms after"
+        text = f"void: a step took {steps} the row, a drift of {canary['drift']:+.0%}, limit {limits['max_drift']:.0%}"
+        return Verdict(Status.ERROR, "DRIFT", text)
+    return None
+
+
 def _lengths(volleys: Sequence[Mapping[str, Any]], tokens: int) -> Verdict | None:
     for one in volleys:
         for stream in one["samples"]:
@@ -137,8 +373,12 @@ def _lengths(volleys: Sequence[Mapping[str, Any]], tokens: int) -> Verdict | Non
 
 
 def _limits(quoted: Mapping[str, Any], limits: Mapping[str, Any]) -> Verdict | None:
-    """Limits of the recipe, each named with what was found: `max_fairness`, `max_gap_s`."""
+    """Limits of the recipe, each named with what was found: `max_fairness`, `max_gap_s`, `min_goodput`."""
     for name, found in (("max_fairness", quoted["fairness"]), ("max_gap_s", quoted["longest_gap_s"])):
         if name in limits and (found is None or found > limits[name]):
             return Verdict(Status.FAIL, "LIMIT_EXCEEDED", f"{name} is {limits[name]:g}, found {found}")
+    good = quoted["goodput"]
+    if good and "min_goodput" in limits and (good["share"] is None or good["share"] < limits["min_goodput"]):
+        text = f"min_goodput is {limits['min_goodput']:g}, found {good['share']} ({good['met']} of {good['of']})"
+        return Verdict(Status.FAIL, "LIMIT_EXCEEDED", text)
     return None

@@ -17,13 +17,14 @@ import urllib3
 from docker.constants import DEFAULT_DOCKER_API_VERSION, MINIMUM_DOCKER_API_VERSION
 from docker.errors import APIError, DockerException, NotFound
 
-from pytest_dspark.cluster import HostEntry, HostFacts, ImageFacts, Output, RankFacts, RankSpec, RankState
+from pytest_dspark.cluster import HostEntry, HostFacts, ImageFacts, Output, RankFacts, RankSpec, RankState, Readings
 from pytest_dspark.errors import HostError
 from pytest_dspark.hosts.bundle import docker_architecture
 from pytest_dspark.hosts.command import run_here
 from pytest_dspark.hosts.listeners import TABLES, listening_inodes, local_owner, owner_from_ss
 from pytest_dspark.hosts.logfile import LogSink, save_longer_stream
 from pytest_dspark.hosts.options import HOST_KEYS, create_body
+from pytest_dspark.hosts.readings import Reader
 from pytest_dspark.hosts.transport import LinkAdapter, dial_unix
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class DockerHost:
         self._closing = threading.Event()
         self._sinks: dict[tuple[str, Path], LogSink] = {}
         self._streams: set[requests.Response] = set()
+        self._reader = Reader()
 
     @property
     def name(self) -> str:
@@ -396,6 +398,9 @@ class DockerHost:
             return local_owner(inodes)
         shown = self.read(["ss", "-ltnpH", f"sport = :{port}"])
         return owner_from_ss(shown.text) if shown.code == 0 else "unknown"
+
+    def readings(self) -> Readings:
+        return self._reader.read(self.read)
 
     def close(self) -> None:
         """End the copying of logs and the connection. Containers that run go on."""

@@ -20,7 +20,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pytest_dspark.cluster import RUN_LABEL, HostEntry, HostFacts, ImageFacts, Output, RankFacts, RankSpec, RankState
+from pytest_dspark.cluster import (
+    RUN_LABEL,
+    HostEntry,
+    HostFacts,
+    ImageFacts,
+    Output,
+    RankFacts,
+    RankSpec,
+    RankState,
+    Readings,
+)
 from pytest_dspark.errors import HostError
 from pytest_dspark.hosts import proctable
 from pytest_dspark.hosts.bundle import architecture, bundle_facts
@@ -29,7 +39,11 @@ from pytest_dspark.hosts.listeners import TABLES, listening_inodes, local_owner
 from pytest_dspark.hosts.logfile import copy_growing, link_or_none, save_longer
 from pytest_dspark.hosts.marks import Marks, marks_for, marks_in
 from pytest_dspark.hosts.proctable import Process
+from pytest_dspark.hosts.readings import Reader
+from pytest_dspark.strictjson import loads
 
+# The file whose JSON stands for this host's readings: only a process host is given such words, to try the brakes.
+PRETENDED = "REHEARSAL_READINGS"
 ESSENTIALS = ("PATH", "HOME", "LANG", "LC_ALL", "USER", "TMPDIR", "TZ", "LD_LIBRARY_PATH")
 LOCK_S = 10.0
 KILL_S = 5.0
@@ -72,6 +86,7 @@ class ProcessHost:
         self._ranks: dict[str, _Rank] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
+        self._reader = Reader()
 
     @property
     def name(self) -> str:
@@ -329,9 +344,31 @@ class ProcessHost:
         inodes = listening_inodes(text, port)
         return local_owner(inodes) if inodes else ""
 
+    def readings(self) -> Readings:
+        """This machine's, or what the file named by REHEARSAL_READINGS in this host's environment says."""
+        pretended = dict(self._entry.env).get(PRETENDED)
+        return pretended_readings(Path(pretended)) if pretended else self._reader.read(self.read)
+
     def close(self) -> None:
         """End the copying of logs. Ranks that run go on; their log files go on with them."""
         self._closing.set()
+
+
+def pretended_readings(path: Path) -> Readings:
+    """`{"free_memory_gib": 1.5, "temperature_c": 60}` as readings; a file or a key that is not there is unreadable."""
+    try:
+        told = loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return Readings(None, None, unreadable=(f"{path}: {error}",))
+    table = told if isinstance(told, dict) else {}
+    memory, temperature = _number(table.get("free_memory_gib")), _number(table.get("temperature_c"))
+    pairs = (("free_memory_gib", memory), ("temperature_c", temperature))
+    reasons = tuple(f"{path}: {name} is not a number" for name, value in pairs if value is None)
+    return Readings(memory, temperature, "pretended" if temperature is not None else "", reasons)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _session(first: Process) -> set[Process]:
