@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import gate, kept, launch
+from pytest_dspark import changes, gate, kept, launch
 from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError, LaunchError
@@ -238,6 +238,10 @@ class Stage:
         if session.report is None:
             session.launch_error = error
         self._say(f"{session.mark}: {error}")
+        if not self._cancelled.is_set():
+            runs, plan = self._run.path.parent, session.plan
+            for line in changes.said(runs, self._run.run_id, session.mark, plan.profile.name):
+                self._say(line)
         if session.report is None or self._cancelled.is_set():
             self._release(session)
 
