@@ -24,13 +24,16 @@ GRACE_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when all was done, 1 when something is left, 2 for a usage error."""
+    """Exit code 0 when all was done, 1 when something is left or was refused, 2 for a usage error."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.action(arguments))
     except ConfigError as error:
         print(f"dspark: {error}\n({error.remedy})", file=sys.stderr)
         return 2
+    except DsparkError as error:
+        print(f"dspark: {error}\n({error.remedy})", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,9 +140,6 @@ def _freeze(arguments: argparse.Namespace) -> int:
             data = freezing.take(plan, hosts, run, api_key=api_key, repeats=arguments.repeats, say=_say)
         target = Path(arguments.to) if arguments.to else plan.recipe.folder
         path, overlay, digest = freeze.write(plan.recipe, data, target)
-    except DsparkError as error:
-        print(f"dspark: {error}\n({error.remedy})", file=sys.stderr)
-        return 1
     finally:
         for host in hosts.values():
             host.close()

@@ -209,14 +209,17 @@ def manifest(plan: Plan, ranks: Sequence[Rank], answers: Mapping[str, Any], befo
 
 
 def write(recipe: Recipe, data: Mapping[str, Any], folder: Path) -> tuple[Path, Path, str]:
-    """Write manifest and overlay into the folder; returns both and the manifest's sha256. Raises RECIPE_INVALID."""
+    """Write manifest and overlay into the folder; returns both and the manifest's sha256. Raises RECIPE_INVALID, USAGE."""
     path, overlay = folder / f"{recipe.name}.freeze.json", folder / f"{recipe.name}.overlay.toml"
     text = json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     sections = _sections(overlay)
     sections.setdefault("pins", {}).update({"freeze": path.name, "freeze_sha256": digest})
-    write_whole(path, text)
-    write_whole(overlay, _toml(sections))
+    try:
+        write_whole(path, text)
+        write_whole(overlay, _toml(sections))
+    except OSError as error:
+        raise ConfigError("USAGE", f"{folder}: {error}; --to DIR writes elsewhere") from error
     return path, overlay, digest
 
 
