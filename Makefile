@@ -44,6 +44,7 @@ rehearse: $(BIN)/.installed
 lab: $(BIN)/.installed
 	$(LAB) all
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m production --dspark-cluster lab/cluster.toml
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m long1m --dspark-cluster lab/cluster.toml
 
 lab-faults: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py lab/test_measure.py

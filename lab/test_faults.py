@@ -235,6 +235,24 @@ def test_a_worker_that_exits_at_once(tmp_path):
     assert_both_empty()
 
 
+# --- a window that this model cannot read to its end
+
+
+def test_a_needle_that_the_model_misses_is_its_failure_and_nothing_else(tmp_path):
+    session = Session(tmp_path, "--dspark-profile", "lab-smollm2", mark="long1m")
+    assert session.end(seconds=480.0) == 1, session.text[-3000:]
+    rows = {row["check"]: row for row in session.rows()}
+    needles = {check: row["verdict"] for check, row in rows.items() if check.startswith("needle.")}
+    assert needles == {"needle.25pct": "PASS", "needle.50pct": "PASS", "needle.90pct": "FAIL"}
+    assert {row["verdict"] for check, row in rows.items() if not check.startswith("needle.")} == {"PASS"}
+    for percent, tokens in ((25, 2032), (50, 4064), (90, 7315)):
+        finding = rows[f"needle.{percent}pct"]["finding"]
+        assert finding["planned_tokens"] == finding["reply"]["prompt_tokens"] == tokens
+    junit = (session.folder / "junit.xml").read_text()
+    assert 'errors="0"' in junit and 'failures="1"' in junit
+    assert_both_empty()
+
+
 # --- signals
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
@@ -98,13 +98,18 @@ def exactly_one_code(answer: str, pattern: re.Pattern[str] | str) -> Extracted:
 
     A code stands by itself: it is no part of a longer word, number or hyphenated name (148213 does not hold 48213).
     """
-    shape = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-    alone = re.compile(rf"(?<!\w)(?<!\w-)(?<![0-9][.,])(?:{shape})(?!\w)(?!-\w)(?![.,][0-9])")
-    codes = list(dict.fromkeys(match[0] for match in alone.finditer(answer)))
+    codes = codes_in(answer, pattern)
     if len(codes) == 1:
         return Extracted(codes[0], "exactly one code")
     found = f"ambiguous: {' and '.join(codes[:3])}" if codes else "no code"
     return Extracted("", "exactly one code", found)
+
+
+def codes_in(answer: str, pattern: re.Pattern[str] | str) -> tuple[str, ...]:
+    """The different codes of this shape that stand by themselves in an answer, in order."""
+    shape = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+    alone = re.compile(rf"(?<!\w)(?<!\w-)(?<![0-9][.,])(?:{shape})(?!\w)(?!-\w)(?![.,][0-9])")
+    return tuple(dict.fromkeys(match[0] for match in alone.finditer(answer)))
 
 
 def find_number(answer: str) -> Extracted:
@@ -138,6 +143,23 @@ def judge_code(text: str | None, reasoning: str | None, expect: str, pattern: st
     code = exactly_one_code(final.answer, pattern or shape_of(wanted))
     return _judged(
         code.answer == wanted, f"expected the code {wanted}, found {code.problem or code.answer}", final, code
+    )
+
+
+def judge_codes(text: str | None, reasoning: str | None, expect: Sequence[str]) -> Judgement:
+    """Right when the codes in the answer that look like those of `expect` are exactly these, in any order."""
+    if len(expect) == 1:
+        return judge_code(text, reasoning, expect[0])
+    final = final_answer(text, reasoning)
+    if final.problem:
+        return _missing(final)
+    found = {code: None for wanted in expect for code in codes_in(final.answer, shape_of(wanted))}
+    said = ", ".join(found) or "no code"
+    return _judged(
+        found.keys() == set(expect),
+        f"expected the codes {', '.join(expect)}, found {said}",
+        final,
+        Extracted(said, "exactly these codes"),
     )
 
 

@@ -101,6 +101,20 @@ class RunFolder:
             if isinstance(row, dict):
                 yield row
 
+    def known_of(self, mark: str, lane: str) -> dict[str, Any]:
+        """What this run has found so far of a profile, for a check that is about to begin: `log_pool` is the KV pool in
+        tokens as the head's log says it (None: it does not), `earlier` the findings of the lane."""
+        rows = [row for row in self.read() if (row.get("profile"), row.get("lane")) == (mark, lane)]
+        return {"log_pool": self._log_pool(mark), "earlier": [row["finding"] for row in rows if row.get("finding")]}
+
+    def _log_pool(self, mark: str) -> int | None:
+        try:
+            gate = json.loads((self.path / mark / "runtime-gate.json").read_bytes())
+        except (OSError, ValueError):
+            return None
+        pools = [found.get("kv_cache_size_tokens") for found in gate["evidence"]["runtime_logs"].values()]
+        return min((pool for pool in pools if pool), default=None)
+
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:

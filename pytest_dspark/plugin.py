@@ -446,7 +446,7 @@ def verdict(request: pytest.FixtureRequest, dspark_profile: str) -> Verdict:
         state.run,
         case,
         resolve(case.check),
-        state.settings(case.profile, case.lane),
+        {**state.settings(case.profile, case.lane), **state.here(case.profile)},
         on_engine=partial(_arm_timeout, node),
         live=state.live,
         replay=state.replay,

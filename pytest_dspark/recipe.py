@@ -263,6 +263,43 @@ class Asymmetry:
 
 
 @dataclass(frozen=True, slots=True)
+class Needle:
+    """`[checks.needle]`: how the cells of the needle-in-a-haystack lane are built, sent and bounded.
+
+    `reserve` tokens of the window are kept free; they are the answer's budget unless `max_tokens` is less. There is one
+    needle at each share of `positions`. `needle` and `decoy` are sentences with {code} and perhaps {label}; `question`
+    may name {labels}. `code` is the shape of a code: A is any letter, 0 any digit. `send` is `ids` (/v1/completions) or
+    `chat` (text). `filler` names a text file, `filler_sha256` what it must be; without one prose is generated from `seed`.
+    `tokenizer` names a tokenizer.json. `deadline_s` bounds one cell and must not be below `deadline_floor_s`; a prompt that
+    is not scheduled for `stall_s` ends; the engine is looked at every `poll_s`.
+    """
+
+    needle: str
+    question: str
+    decoy: str = ""
+    code: str = "AAAA-00000"
+    decoys: int = 2
+    positions: tuple[float, ...] = (0.5,)
+    reserve: int = 64
+    max_tokens: int = 0
+    thinking: bool | None = None
+    send: str = "ids"
+    filler: str = ""
+    filler_sha256: str = ""
+    seed: int = 1
+    tokenizer: str = ""
+    deadline_s: float = 43200.0
+    deadline_floor_s: float = 43200.0
+    stall_s: float = 300.0
+    poll_s: float = 5.0
+
+    @property
+    def budget(self) -> int:
+        """Tokens that an answer may take."""
+        return self.max_tokens or self.reserve
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """One recipe file, checked. `sha256` is over the files it was read from, overlay included."""
 
@@ -452,6 +489,8 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         checks=data.get("checks", {}),
     )
     _check_names(recipe, where)
+    if "needle" in recipe.checks:
+        needle_of(recipe.checks["needle"], f"{where}: checks.needle")
     return recipe
 
 
@@ -652,6 +691,52 @@ def _canary(table: dict[str, Any], where: str) -> Canary:
     if canary.kind == "number" and not re.fullmatch(r"-?\d+(\.\d+)?", canary.expect):
         raise ConfigError("RECIPE_INVALID", f"{where}: expect must be a number, found {canary.expect!r}")
     return canary
+
+
+def needle_of(table: Mapping[str, Any], where: str) -> Needle:
+    """The options of the needle lane, checked. Raises RECIPE_INVALID."""
+    given = table.get("positions", ())
+    lists = (
+        {"positions": tuple(given) if isinstance(given, (list, tuple)) else (given,)} if "positions" in table else {}
+    )
+    needle = _build(Needle, {**table, **lists}, where)
+    for good, text in _needle_rules(needle):
+        if not good:
+            raise ConfigError("RECIPE_INVALID", f"{where}: {text}")
+    return needle
+
+
+def _needle_rules(needle: Needle) -> Iterator[tuple[bool, str]]:
+    told = isinstance(needle.needle, str) and isinstance(needle.question, str)
+    yield told, f"needle and question must be texts, found {needle.needle!r} and {needle.question!r}"
+    yield "{code}" in needle.needle, f"needle must hold {{code}}, found {needle.needle!r}"
+    yield bool(needle.question.strip()), "question must be a text"
+    yield (
+        bool(re.search("0", needle.code)),
+        f"code must hold a digit (0), or it could stand in prose; found {needle.code!r}",
+    )
+    yield needle.send in ("ids", "chat"), f"send must be ids or chat, found {needle.send!r}"
+    known = all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in needle.positions)
+    yield len(needle.positions) > 0, "positions must name at least one needle"
+    yield (
+        known and 0 < len(needle.positions) + needle.decoys <= 12,
+        "positions are shares from 0 to 1, at most 12 with decoys",
+    )
+    apart = needle.decoys == 0 or "{label}" in needle.needle or needle.decoy not in ("", needle.needle)
+    yield apart, "decoys need a needle with {label}, or a decoy sentence of their own"
+    yield needle.decoys == 0 or "{code}" in (needle.decoy or needle.needle), "decoy must hold {code}"
+    yield len(needle.positions) == 1 or "{labels}" in needle.question, "several needles need a question with {labels}"
+    yield needle.reserve > 0 <= needle.max_tokens, f"reserve must be above 0, found {needle.reserve}"
+    yield (
+        needle.max_tokens <= needle.reserve,
+        f"max_tokens is {needle.max_tokens}, more than the reserve of {needle.reserve}",
+    )
+    yield (
+        needle.deadline_s >= needle.deadline_floor_s,
+        f"deadline_s is {needle.deadline_s:g}, the floor is {needle.deadline_floor_s:g}: a cell that is given up halfway costs all of it",
+    )
+    yield needle.stall_s > 0 < needle.poll_s, "stall_s and poll_s must be above 0"
+    yield not needle.filler or bool(needle.filler_sha256), "filler needs filler_sha256"
 
 
 def placeholders(text: str) -> Iterator[str]:

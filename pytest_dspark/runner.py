@@ -115,7 +115,8 @@ def _measure(
         return check.measure(stage, case.profile, settings)
     with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
         _begin(run, case)
-        return check.measure(endpoint, settings=settings, live=live)
+        known = run.known_of(case.profile, case.lane) | {"readings": partial(stage.readings, case.profile)}
+        return check.measure(endpoint, settings={**settings, **known}, live=live)
 
 
 def _begin(run: RunFolder, case: Case) -> None:

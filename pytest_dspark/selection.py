@@ -37,7 +37,7 @@ _FIRST = (
     "performance",
     "dataset",
 )
-_LAST = ("niah", "teardown")
+_LAST = ("needle", "teardown")
 
 
 def order(mark: str, check: str) -> tuple[int, int]:

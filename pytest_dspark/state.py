@@ -50,6 +50,12 @@ class State:
         knobs = dict(self.plans[profile].settings.values)
         return {**self.recipe.checks.get(lane, {}), "knobs": knobs}
 
+    def here(self, profile: str) -> dict[str, Any]:
+        """What is true of this machine and not of the check: `models` (folders in which it may have the model), `cache`
+        (a folder for what is slow to make again)."""
+        models = [entry.model for entry in self.plans[profile].cluster.hosts if entry.model]
+        return {"models": models, "cache": str(self.run.path.parent.parent / "cache")}
+
     def case(self, nodeid: str, profile: str, check: str) -> Case:
         """Where the row of a test case belongs, and which attempt at measuring it this is."""
         lane = lane_of(check)

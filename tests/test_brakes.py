@@ -49,8 +49,8 @@ def test_memory_under_the_floor_ends_the_check_and_the_engine(place, workers):
     begun(session, "correctness.stream")
     pretend(place, 2, free_memory_gib=0.05, temperature_c=60)
     crossed = time.monotonic()
-    session.wait_for("INFRA_RISK", seconds=20)
-    assert time.monotonic() - crossed < 10
+    session.wait_for("INFRA_RISK", seconds=30)
+    assert time.monotonic() - crossed < 20
     assert session.end() == 1, session.text[-3000:]
     rows = {row["check"]: row for row in session.rows()}
     stream = rows["correctness.stream"]
@@ -71,7 +71,7 @@ LINGERS = """
 import time
 def pytest_runtest_logfinish(nodeid):
     if "test_stream" in nodeid:
-        time.sleep(8)
+        time.sleep(15)
 """
 
 
@@ -83,7 +83,7 @@ def test_a_host_that_stays_too_hot_brakes_at_once_even_an_engine_to_keep(place, 
     begun(session, "correctness.stream")
     pretend(place, 1, free_memory_gib=8, temperature_c=130)
     session.wait_for("INFRA_RISK", seconds=30)
-    session.wait_for("nothing is left on", seconds=6)
+    session.wait_for("nothing is left on", seconds=13)
     assert place.living() == [] and session.process.poll() is None, "the engine lived on until the session ended"
     assert session.end() == 1
     row = {row["check"]: row for row in session.rows()}["correctness.stream"]

@@ -45,13 +45,15 @@ def place(tmp_path):
 def kill(place, monkeypatch):
     """Run a session that dies by SIGKILL when it begins to measure a check, with its engine left up."""
 
-    def run(check, *args):
+    def run(check, *args, **options):
         (place.folder / "killer.py").write_text(KILLER)
         monkeypatch.setenv("KILL_AT", check)
         monkeypatch.setenv("PYTHONPATH", str(place.folder))
-        session = place.run("-p", "killer", *args)
+        session = place.run("-p", "killer", *args, **options)
         monkeypatch.delenv("PYTHONPATH")
         assert session.process.returncode == -signal.SIGKILL, session.text[-3000:]
+        # a second xdist worker may still write what it is about: wait as a resume does
+        os.close(take(session.folder, say=print))
         assert session.run_json()["status"] == "incomplete" and len(place.living()) == 2
         return session
 
@@ -131,6 +133,28 @@ def test_a_run_is_taken_by_one_alone_and_only_when_nobody_works_for_it(tmp_path)
 
 
 # --- after SIGKILL
+
+
+def test_killed_in_the_second_cell_then_resumed(place, kill, tmp_path):
+    """A cell may take hours: the one that was finished is not measured again."""
+    profile, text = tmp_path / "small.env", (ROOT / "profiles" / "dspark-r0b0tlab-1m.env").read_text()
+    profile.write_text(text.replace("MAX_MODEL_LEN=1048576", "MAX_MODEL_LEN=40000"))
+    given = (f"--dspark-profile={profile}",)
+    first = kill("needle.50pct", *given, mark="long1m")
+    assert rows_by_check(first)["needle.25pct"]["verdict"] == "PASS" and "needle.50pct" not in rows_by_check(first)
+    second = resume(first, *given, mark="long1m")
+    assert second.process.returncode == 0, second.text[-4000:]
+    assert "starting rank" not in second.text, "the engine that was left up is used"
+    rows = rows_by_check(second)
+    assert measured(second) == ["needle.50pct", "needle.90pct"]
+    cells = ("needle.25pct", "needle.50pct", "needle.90pct")
+    assert [rows[cell]["verdict"] for cell in cells] == ["PASS"] * 3
+    assert [rows[cell]["measured_in"] == first.folder.name for cell in cells] == [True, False, False]
+    assert rows["needle.25pct"]["finding"] == rows_by_check(first)["needle.25pct"]["finding"]
+    told = properties(second.folder / "junit.xml")
+    assert len(told) == len(rows) == 17
+    who = {names["dspark_case"]: names["dspark_measured_in"] for names in told.values()}
+    assert who == {f"long1m/{check}": row["measured_in"] for check, row in rows.items()}
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

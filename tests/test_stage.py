@@ -106,6 +106,7 @@ def test_a_signal_taken_by_another_thread_still_wakes_the_main_one(tmp_path):
         process.kill()
 
 
+@pytest.mark.timeout(20)
 def test_who_waited_while_the_engine_was_lost_is_blocked_and_holds_nothing(stage, monkeypatch):
     lost = LaunchError("RANK_EXITED", "rank 1 is gone")
 

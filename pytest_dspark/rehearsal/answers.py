@@ -26,6 +26,7 @@ CAPITALS = {
     "portugal": "Lisbon", "spain": "Madrid", "sweden": "Stockholm", "switzerland": "Bern", "turkey": "Ankara",
 }  # fmt: skip
 QUESTION_CHARACTERS = 400
+LONG_CHARACTERS = 200_000
 _EXACTLY = re.compile(
     r"\b(?:reply|respond|answer|say|output|print|return|write)\b[^.\n]{0,40}?(?::|\b(?:exactly|only|with|word|text))\s*:?\s+"
     r"(?:[\"'`]([^\"'`\n]{1,80})[\"'`]|((?-i:[A-Z0-9]+(?:_[A-Z0-9]+)+)))",
@@ -74,9 +75,11 @@ def plan(asked: Asked, faults: Faults, *, garbled: bool) -> Plan:
     """The whole answer, with the model's faults in it."""
     calls = tools.called(asked.tools, asked.tool_choice, asked.question)
     calls = tuple(_faulty_call(call, faults) for call in calls)
-    short = "" if calls else _short_answer(asked)
+    short = "" if calls else _short_answer(asked, fooled="answers_decoy" in faults)
     short = _off(short) if short and "wrong_answer" in faults else short
     content: Iterable[str] = () if calls else (short,) if short else _prose(asked)
+    if "rambles" in faults and len(asked.text) > LONG_CHARACTERS:
+        content = prose.sentences(asked.seed)
     reasoning = _reasoning(asked, short, faults)
     if garbled:
         content = _garbled(content, asked.seed)
@@ -96,7 +99,7 @@ def _reasoning(asked: Asked, short: str, faults: Faults) -> Iterable[str] | None
 # --- short answers
 
 
-def _short_answer(asked: Asked) -> str:
+def _short_answer(asked: Asked, *, fooled: bool) -> str:
     question = asked.question
     if asked.response_format and asked.response_format.get("type") in ("json_object", "json_schema"):
         return _json_answer(asked)
@@ -107,7 +110,7 @@ def _short_answer(asked: Asked) -> str:
         return tools.literal(question) or json.dumps(tools.pairs(question))
     wish = asking(question)
     if retrieval.KEYWORD.search(wish):
-        found = retrieval.answer(asked.text, wish)
+        found = retrieval.answer(asked.text, wish, fooled=fooled)
         if found or re.search(r"\b(what|which|find|recall|retrieve)\b", wish, re.IGNORECASE):
             return found or "I could not find that in the text."
     return _known(wish) or _known(question)

@@ -93,13 +93,17 @@ class Engine:
     def _admit(self) -> None:
         """The first in the queue, while it fits; one that never fits keeps all behind it waiting."""
         while self._waiting and len(self._running) < self._settings.max_num_seqs:
-            if self._held() + self._waiting[0].length + 1 > self.pool:
+            if self._held() + self._waiting[0].length + 1 > self.pool or self._ignored(self._waiting[0]):
                 return
             sequence = self._waiting.popleft()
             self._running.append(sequence)
             self._begin(sequence)
             if "cross_talk" in self._faults:
                 self._cross(sequence)
+
+    def _ignored(self, sequence: Sequence) -> bool:
+        least = self._faults.number("never_scheduled")
+        return least is not None and sequence.prompt_tokens >= least
 
     def _begin(self, sequence: Sequence) -> None:
         numbers = self.numbers

@@ -20,6 +20,10 @@ name ignore it: the API is the head's alone.
 | api_only | head | models, health and metrics answer; a generation is accepted and never answered |
 | wrong_model_len=N | head | /v1/models says another window |
 | wrong_answer | head | numbers, codes, JSON values and tool arguments are off |
+| answers_decoy | head | of several codes in a text the one that fits the question least is given |
+| rambles | head | after a long prompt the answer never comes to its end |
+| wrong_usage=N | head | usage counts N prompt tokens more than were read |
+| never_scheduled=N | head | prompts of at least N tokens are accepted and wait for ever |
 | garble | head | text comes garbled; also without the fault when the compilation mode is not 0 |
 | cross_talk | head | two requests that run together get each other's answer |
 | cut_tool_args | head | the arguments of a tool call end half way |
@@ -80,6 +84,8 @@ def parse(text: str) -> Faults:
         "die_after_s",
         "hang_after_tokens",
         "wrong_model_len",
+        "wrong_usage",
+        "never_scheduled",
     ):
         found.number(name)
     return found

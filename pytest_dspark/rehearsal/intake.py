@@ -104,6 +104,7 @@ class Intake:
             calls_end_as_tools=not isinstance(body.get("tool_choice"), Mapping),
             cache_details=self.settings.enable_prompt_tokens_details,
             weights=self.weights,
+            miscount=int(self.faults.number("wrong_usage") or 0),
         )
 
     def _plan(self, body: Mapping[str, Any], ids: array[int], seed: int, chat: bool) -> answers.Plan:

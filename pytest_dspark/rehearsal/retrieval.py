@@ -62,15 +62,17 @@ def declared(text: str) -> list[Declared]:
     return found
 
 
-def answer(text: str, question: str) -> str:
-    """The code that the question asks for, several if it asks for all; "" if none was declared."""
+def answer(text: str, question: str, *, fooled: bool = False) -> str:
+    """The code that the question asks for, several if it asks for all; "" if none was declared. `fooled`: the one that fits
+    the question least."""
     found = declared(text)
     if not found:
         return ""
     if re.search(r"\ball (?:of )?(?:the )?(?:\w+ )?(?:codes|secrets|keys)", question, re.IGNORECASE):
         return ", ".join(dict.fromkeys(item.code for item in found))
     wanted = _words(question)
-    return max(reversed(found), key=lambda item: _score(item.words, wanted)).code
+    choose = min if fooled else max
+    return choose(reversed(found), key=lambda item: _score(item.words, wanted)).code
 
 
 def _score(words: frozenset[str], wanted: frozenset[str]) -> int:

@@ -18,7 +18,8 @@ ALTERNATIVES = (" the", " a", ",", ".", " and", " of", " to", " in", " is", "\n"
 @dataclass(frozen=True, slots=True)
 class Job:
     """One generation as the API sees it. `logprobs` is the number of alternatives, None if none are asked; `weights` is a
-    number of the weights, so that log probabilities are others where a byte of them is another."""
+    number of the weights, so that log probabilities are others where a byte of them is another; `miscount` is added to
+    the prompt tokens of the usage."""
 
     ident: str
     created: int
@@ -32,6 +33,7 @@ class Job:
     calls_end_as_tools: bool
     cache_details: bool
     weights: int = 0
+    miscount: int = 0
 
 
 def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def stream_error(message: str) -> str:
 
 
 def usage(job: Job) -> dict[str, Any]:
-    prompt, generated, cached = job.sequence.prompt_tokens, job.sequence.generated, job.sequence.cached
+    prompt, generated, cached = job.sequence.prompt_tokens + job.miscount, job.sequence.generated, job.sequence.cached
     details = {"cached_tokens": cached, "created_cache_tokens": prompt - cached} if job.cache_details else None
     return {
         "prompt_tokens": prompt,
