@@ -165,7 +165,7 @@ def emulated(tmp_path_factory):
     try:
         engine = launch.start(site, started=started)
         endpoint = Endpoint(made.base_url, made.served_model)
-        launch.await_ready(site, engine, endpoint)
+        launch.await_ready(site, engine, endpoint, limit_s=made.recipe.launch.ready_s)
         api = gate.ask_api(endpoint, made.recipe.canaries)
         ranks = [launch.whole(site, rank) for rank in launch.read_ranks(site, engine)]
         yield SimpleNamespace(made=made, ranks=ranks, api=api, place=place)
