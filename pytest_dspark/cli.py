@@ -205,3 +205,7 @@ def _stop_on(host: Host, run_id: str) -> tuple[int, bool]:
     for state in left:
         print(f"dspark: LEFT BEHIND on {_line(host, state)}", file=sys.stderr)
     return len(found), not left
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -93,6 +93,8 @@ class RankState:
     """The state of one rank's container or process group, as its host knows it.
 
     `status` is `created`, `running`, `exited`, `dead` or `gone`; `finished_at` is the host's own text stamp.
+    Of a process rank that was proven: `lost` are the processes that have ended since, `remaining` those that still live
+    although its first one ended. A container holds its processes itself: both stay empty.
     """
 
     rank_id: str
@@ -104,6 +106,8 @@ class RankState:
     started_at: str = ""
     finished_at: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+    remaining: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

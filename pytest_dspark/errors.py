@@ -34,6 +34,7 @@ REMEDIES: Final[dict[str, str]] = {
     "LEFTOVERS": "remove them with `dspark stop --run ID`",
     # the launch
     "RANK_EXITED": "read the rank's log in the run folder",
+    "PROCESS_LOST": "read the rank's log; a rank that lost a process may answer on, but it is not the one that was proven",
     "RANK_RESTARTED": "remove the restart policy; a restarted rank is another engine",
     "OOM_KILLED": "lower the memory share or free memory on that host",
     "RENDEZVOUS_TIMEOUT": "check the fabric address, the interface and the rendezvous port",

@@ -19,6 +19,7 @@ from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, Host, RankSpec, 
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, write_whole
+from pytest_dspark.gpus import memory_back
 from pytest_dspark.plan import Plan, as_json, launch_order
 from pytest_dspark.preflight import leftovers, look_at
 from pytest_dspark.sanitize import mask_text
@@ -165,16 +166,29 @@ def lost(site: Site, found: Mapping[int, RankState]) -> LaunchError | None:
                 "RANK_RESTARTED",
                 f"rank {rank} ({site.plan.specs[rank].host}) was restarted {state.restart_count} times",
             )
+    maimed = [(rank, state) for rank, state in found.items() if state.status == "running" and state.lost]
+    if maimed and not any(found[rank].exit_code for rank in down):
+        return _process_lost(site, *maimed[0])
     if not down:
         return None
-    others = "; ".join(f"rank {rank} then ended with code {found[rank].exit_code}" for rank in down[1:])
+    return _ended(site, down, found)
+
+
+def _ended(site: Site, down: Sequence[int], found: Mapping[int, RankState]) -> LaunchError:
     state = found[down[0]]
-    code = "OOM_KILLED" if state.oom_killed else "RANK_EXITED"
-    where = f"rank {down[0]} ({site.plan.specs[down[0]].host})"
-    tail = f"last log lines: {last_lines(site.log_path(down[0]))}"
-    return LaunchError(
-        code, f"{where} is {state.status} with exit code {state.exit_code}{'; ' + others if others else ''}; {tail}"
-    )
+    said = [f"rank {down[0]} ({site.plan.specs[down[0]].host}) is {state.status} with exit code {state.exit_code}"]
+    if state.remaining:
+        said.append(f"of its processes {', '.join(state.remaining)} lived on")
+    said += [f"rank {rank} then ended with code {found[rank].exit_code}" for rank in down[1:]]
+    said.append(f"last log lines: {last_lines(site.log_path(down[0]))}")
+    return LaunchError("OOM_KILLED" if state.oom_killed else "RANK_EXITED", "; ".join(said))
+
+
+def _process_lost(site: Site, rank: int, state: RankState) -> LaunchError:
+    """A process that ended is not a rank that ended: the rank's first process may live and its engine answer on."""
+    what = f"lost process {', '.join(state.lost)} while its first process lives"
+    tail = f"last log lines: {last_lines(site.log_path(rank))}"
+    return LaunchError("PROCESS_LOST", f"rank {rank} ({site.plan.specs[rank].host}) {what}; {tail}")
 
 
 def diagnose(site: Site, engine: Engine) -> LaunchError | None:
@@ -321,8 +335,13 @@ def _manifest_target(site: Site, spec: RankSpec) -> str:
 # --- stopping
 
 
-def stop(site: Site, ids: Mapping[int, str], *, run_id: str) -> dict[str, Any]:
-    """Save both logs, stop head first, remove, and list what is left. Never raises: what went wrong is in the result."""
+def stop(
+    site: Site, ids: Mapping[int, str], *, run_id: str, gpus: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Save both logs, stop head first, remove, and list what is left. Never raises: what went wrong is in the result.
+
+    `gpus` is what preflight read of each host's GPUs, which is compared with what they hold now.
+    """
     problems: list[str] = []
     begin = site.clock()
     for rank, rank_id in sorted(ids.items()):
@@ -339,6 +358,7 @@ def stop(site: Site, ids: Mapping[int, str], *, run_id: str) -> dict[str, Any]:
         ],
         "left_behind": left,
         "ports_taken": _ports(site, problems),
+        "gpu_memory": memory_back(site.hosts, site.plan.cluster.hosts, gpus or {}, clock=site.clock, sleep=site.sleep),
         "problems": problems,
         "elapsed_s": round(site.clock() - begin, 3),
     }

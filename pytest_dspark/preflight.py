@@ -19,6 +19,7 @@ from pytest_dspark.cluster import RUN_LABEL, Host, HostEntry, HostFacts, ImageFa
 from pytest_dspark.conditions import Row, parity
 from pytest_dspark.errors import DsparkError, HostError, LaunchError
 from pytest_dspark.evidence import work_tree
+from pytest_dspark.gpus import Gpus, read_gpus
 from pytest_dspark.plan import Plan
 from pytest_dspark.weights import Hasher, Model, Placed
 
@@ -31,6 +32,7 @@ class Survey:
     hosts: Mapping[str, HostFacts]
     images: Mapping[str, ImageFacts]
     wrapper: Mapping[str, Any]
+    gpus: Mapping[str, Gpus]
     not_observable: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -39,6 +41,7 @@ class Survey:
             "images": {name: _fields(image) | {"labels": dict(image.labels)} for name, image in self.images.items()},
             "wrapper": dict(self.wrapper),
             "looks": [row.as_json() for row in self.rows],
+            "gpus": {name: gpus.as_json() for name, gpus in self.gpus.items()},
             "not_observable": list(self.not_observable),
         }
 
@@ -94,7 +97,8 @@ def survey(
     rows += _image_rows(plan, images, facts) + _model_rows(plan, reached, hasher)
     rows += parity(plan, facts, {name: _driver(host) for name, host in reached.items()})
     ordered = sorted(rows, key=lambda row: ORDER.index(row.check) if row.check in ORDER else len(ORDER))
-    return Survey(tuple(ordered), facts, images, wrapper, tuple(_unseen(plan)))
+    gpus = {e.name: read_gpus(reached[e.name], e) for e in plan.cluster.hosts if launching and e.name in reached}
+    return Survey(tuple(ordered), facts, images, wrapper, gpus, tuple(_unseen(plan, gpus)))
 
 
 ORDER = ("reach", "wrapper", "image", "name", "ports", "pinned files", "model")
@@ -198,7 +202,8 @@ def _driver(host: Host) -> str:
     return found[0] if found else ""
 
 
-def _unseen(plan: Plan) -> Iterator[str]:
+def _unseen(plan: Plan, gpus: Mapping[str, Gpus]) -> Iterator[str]:
+    yield from (f"GPU memory: {seen.reason}" for seen in gpus.values() if seen.reason)
     for entry in plan.cluster.hosts:
         if entry.process:
             yield f"{entry.name}: a process host has no container image; its bundle stands for it"

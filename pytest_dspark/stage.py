@@ -21,6 +21,7 @@ from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, Stopwatch, utc_now
+from pytest_dspark.gpus import held
 from pytest_dspark.plan import Plan
 from pytest_dspark.preflight import refuse, survey
 from pytest_dspark.resume import Left
@@ -510,7 +511,9 @@ class Stage:
         owned = session.engine.owned if session.engine else True
         if owned:
             run_id = session.engine.run_id if session.engine else self._run.run_id
-            session.stopped = launch.stop(session.site, session.started, run_id=run_id)
+            session.stopped = launch.stop(
+                session.site, session.started, run_id=run_id, gpus=(session.seen or {}).get("gpus")
+            )
             self._run.write(f"{session.mark}/teardown.json", session.stopped)
             self._report_stop(session)
         self._give_back(session)
@@ -526,9 +529,10 @@ class Stage:
         result = session.stopped or {}
         for item in result.get("left_behind", ()):
             self._say(f"{session.mark}: LEFT BEHIND on {item['host']}: {item['name']} {item['id']} ({item['status']})")
-        for problem in result.get("problems", ()):
+        problems = [*result.get("problems", ()), *(line for row in result.get("gpu_memory", ()) for line in held(row))]
+        for problem in problems:
             self._say(f"{session.mark}: {problem}")
-        if not result.get("left_behind") and not result.get("problems"):
+        if not result.get("left_behind") and not problems:
             self._say(f"{session.mark}: stopped; nothing is left on {', '.join(session.hosts)}")
 
     def cancel(self) -> None:

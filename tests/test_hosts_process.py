@@ -361,3 +361,69 @@ def test_listener_tables() -> None:
     line = 'LISTEN 0 128 0.0.0.0:8888 0.0.0.0:* users:(("vllm",pid=412,fd=9),("vllm",pid=413,fd=9))'
     assert owner_from_ss(line) == "vllm (pid 412)"
     assert owner_from_ss("LISTEN 0 128 0.0.0.0:8888 0.0.0.0:*") == "unknown"
+
+
+# --- a process that ended is not a rank that ended
+
+PAIR = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("worker", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def proven_pair(host: ProcessHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """A rank of a parent and a worker that was proven; returns its id and the worker's pid."""
+    monkeypatch.setattr("pytest_dspark.hosts.process.STANDING_S", 0.2)
+    rank = host.start(python(PAIR))
+    host.follow(rank, tmp_path / "log")
+    until(lambda: "worker" in (tmp_path / "log").read_text())
+    time.sleep(0.3)
+    host.inspect(rank)
+    assert (host.state(rank).lost, host.state(rank).remaining) == ((), ())
+    return rank, int((tmp_path / "log").read_text().split()[1])
+
+
+def test_a_worker_that_is_lost_is_seen_although_its_parent_lives(
+    host: ProcessHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, worker = proven_pair(host, tmp_path, monkeypatch)
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: host.state(rank).lost, 2)
+    state = host.state(rank)
+    assert state.status == "running" and state.remaining == ()
+    assert [lost.split(" ")[0] for lost in state.lost] == [str(worker)]
+    host.stop(rank, grace_s=1)
+
+
+def test_a_parent_that_is_lost_leaves_its_worker_which_is_named_and_ended(
+    host: ProcessHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, worker = proven_pair(host, tmp_path, monkeypatch)
+    os.kill(int(rank.split(":")[0]), signal.SIGKILL)
+    until(lambda: host.state(rank).status == "exited", 2)
+    assert host.state(rank).exit_code == 128 + signal.SIGKILL
+    assert [left.split(" ")[0] for left in host.state(rank).remaining] == [str(worker)]
+    with pytest.raises(HostError, match=f"still runs .processes {worker}"):
+        host.remove(rank)
+    host.stop(rank, grace_s=1)
+    assert worker not in proctable.table() and host.state(rank).remaining == ()
+    host.remove(rank)
+
+
+def test_what_a_rank_runs_for_a_moment_is_no_part_of_it(host: ProcessHost, tmp_path: Path) -> None:
+    rank = host.start(python("import subprocess, time; subprocess.run(['sleep', '1']); print('over'); time.sleep(600)"))
+    host.follow(rank, tmp_path / "log")
+    host.inspect(rank)
+    until(lambda: "over" in (tmp_path / "log").read_text())
+    assert host.state(rank).lost == ()
+    host.stop(rank, grace_s=1)
+
+
+def test_a_program_that_writes_its_title_keeps_the_marks(host: ProcessHost, tmp_path: Path) -> None:
+    """Title-writing libraries overwrite the environment unless this is set: then a leftover could not be found."""
+    rank = host.start(python("import os; print(os.environ['SPT_NOENV']); import time; time.sleep(600)"))
+    host.follow(rank, tmp_path / "log")
+    until(lambda: (tmp_path / "log").read_text() == "1\n")
+    host.stop(rank, grace_s=1)

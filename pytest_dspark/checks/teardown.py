@@ -1,4 +1,4 @@
-"""After the last check: is every host as it was before, with no rank, no process and no port left?"""
+"""After the last check: is every host as it was before, with no rank, no process, no port and no GPU memory left?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_dspark.checks import Check
-from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+from pytest_dspark.gpus import held
+from pytest_dspark.verdict import Finding, Status, Verdict
 
 
 def measure(stage: Any, mark: str, settings: Mapping[str, Any]) -> Finding:
@@ -24,7 +25,12 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     left = [f"{item['host']}: {item['name']} {item['id']} ({item['status']})" for item in result["left_behind"]]
     left += [f"{item['host']}: port {item['port']} held by {item['owner']}" for item in result["ports_taken"]]
     left += result["problems"]
-    return Verdict(Status.ERROR, "LEFT_BEHIND", "; ".join(left)) if left else PASS
+    memory = result.get("gpu_memory", ())
+    left += [line for row in memory for line in held(row)]
+    if left:
+        return Verdict(Status.ERROR, "LEFT_BEHIND", "; ".join(left))
+    unseen = dict.fromkeys(row["reason"] for row in memory if row["before"] is None)
+    return Verdict(Status.PASS, "", "; ".join(f"not observable: GPU memory: {reason}" for reason in unseen))
 
 
 CHECKS = {"": Check(measure, judge, "stage")}

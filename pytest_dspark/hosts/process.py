@@ -48,16 +48,24 @@ ESSENTIALS = ("PATH", "HOME", "LANG", "LC_ALL", "USER", "TMPDIR", "TZ", "LD_LIBR
 LOCK_S = 10.0
 KILL_S = 5.0
 LOOK_S = 0.05
+# A member this old when the rank is proven stands for the rank; a compiler that runs for a moment does not.
+STANDING_S = 2.0
+# Programs that write their title over their arguments would write over the environment, and so over our marks, too.
+KEEP_MARKS = {"SPT_NOENV": "1"}
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank that this object started (`child`) or found. `kin` is every process that was ever seen to be of it."""
+    """A rank that this object started (`child`) or found. `kin` is every process that was ever seen to be of it.
+
+    `standing` are the processes that it consisted of when it was proven, each with its title.
+    """
 
     first: Process
     marks: Marks
     child: subprocess.Popen[bytes] | None = None
     kin: set[Process] = field(default_factory=set)
+    standing: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
     finished_at: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -127,13 +135,17 @@ class ProcessHost:
         return self._state_of(rank) if rank else RankState(rank_id, "", "gone")
 
     def inspect(self, rank_id: str) -> RankFacts:
-        """The rank's first process as the kernel shows it. Raises RANK_EXITED if it cannot be read any more."""
+        """The rank's first process as the kernel shows it. Raises RANK_EXITED if it cannot be read any more.
+
+        From now on every process that it consists of must live (`RankState.lost`).
+        """
         rank = self._known(rank_id)
         alive = rank and proctable.by_ident(rank_id)
         environment = proctable.environment(alive.pid) if alive else None
         argv = proctable.command_line(alive.pid) if alive else ()
         if not rank or not environment or not argv:
             raise HostError("RANK_EXITED", f"{self.name}: process {rank_id} cannot be read, expected it to be running")
+        self._settle(rank)
         return RankFacts(
             rank_id=rank_id,
             image_id=rank.marks.image_id,
@@ -148,6 +160,11 @@ class ProcessHost:
             name=rank.marks.name,
         )
 
+    def _settle(self, rank: _Rank) -> None:
+        for entry in self._members(rank):
+            if entry == rank.first or proctable.age_s(entry) >= STANDING_S:
+                rank.standing.setdefault(entry.ident, proctable.title(entry.pid))
+
     def _labels_of(self, rank: _Rank) -> Mapping[str, str]:
         bundle = bundle_facts(self.name, self._entry.bundle).labels if self._entry.bundle else {}
         return {**bundle, **dict(rank.marks.labels)}
@@ -156,6 +173,7 @@ class ProcessHost:
         alive = proctable.by_ident(rank.rank_id) is not None
         if rank.child and not alive:
             rank.ended.wait(KILL_S)
+        living = {ident for ident in rank.standing if proctable.by_ident(ident)}
         return RankState(
             rank_id=rank.rank_id,
             name=rank.marks.name,
@@ -164,6 +182,8 @@ class ProcessHost:
             started_at=proctable.started_at(rank.first),
             finished_at=rank.finished_at,
             labels=dict(rank.marks.labels),
+            lost=tuple(title for ident, title in rank.standing.items() if ident not in living),
+            remaining=() if alive else tuple(title for ident, title in rank.standing.items() if ident in living),
         )
 
     def _known(self, rank_id: str) -> _Rank | None:
@@ -225,7 +245,7 @@ class ProcessHost:
         try:
             child = subprocess.Popen(
                 list(spec.argv),
-                env=essentials | dict(spec.env) | marks.environment(),
+                env=essentials | KEEP_MARKS | dict(spec.env) | marks.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -326,9 +346,11 @@ class ProcessHost:
         rank = self._known(rank_id)
         if rank is None:
             return
-        if proctable.by_ident(rank_id):
+        if left := self._members(rank):
+            pids = ", ".join(str(entry.pid) for entry in left)
             raise HostError(
-                "LEFT_BEHIND", f"{self.name}: {rank.marks.name} ({rank_id}) still runs, expected it stopped"
+                "LEFT_BEHIND",
+                f"{self.name}: {rank.marks.name} ({rank_id}) still runs (processes {pids}), expected it stopped",
             )
         if rank.log.name.endswith(f".{rank.marks.token}.log"):
             rank.log.unlink(missing_ok=True)

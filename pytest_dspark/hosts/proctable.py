@@ -75,6 +75,17 @@ def command_line(pid: int) -> tuple[str, ...]:
     return tuple(word.decode("utf-8", "surrogateescape") for word in raw.split(b"\0")[:-1])
 
 
+def title(pid: int) -> str:
+    """How the process calls itself, as a person would know it: its pid and the start of its command line."""
+    words = " ".join(word for word in command_line(pid) if word)
+    return f"{pid} ({words[:60]})" if words else str(pid)
+
+
+def age_s(entry: Process) -> float:
+    """Seconds since the process was started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - entry.started / _TICKS
+
+
 def family(processes: Mapping[int, Process], roots: Iterable[Process]) -> set[Process]:
     """The roots that still live, with all their descendants."""
     found = {processes[root.pid] for root in roots if _same(processes.get(root.pid), root)}
@@ -107,5 +118,4 @@ def send(target: Process, number: signal.Signals) -> None:
 
 def started_at(entry: Process) -> str:
     """The moment of the start, as an ISO stamp of this machine's clock."""
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - entry.started / _TICKS
-    return datetime.fromtimestamp(time.time() - age_s, UTC).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(time.time() - age_s(entry), UTC).isoformat(timespec="seconds")
