@@ -4,15 +4,17 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test rehearse bench lab lab-faults lab-down clean
+.PHONY: help install test identity rehearse bench lab lab-faults lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
+	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
 	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (3 GB, about an hour;"
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-faults  refusals, signals, a killed rank, void rows on the lab (after make lab)"
+	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
 
 # dev tools are wanted by `make test` alone
@@ -35,6 +37,9 @@ test: $(BIN)/.installed-dev
 	cd pytest_dspark/rehearsal && $(CURDIR)/$(BIN)/mypy --strict --config-file= --cache-dir=$(CURDIR)/.mypy_cache/rehearsal rank.py
 	$(BIN)/python -m pytest tests
 
+identity: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest tests/test_identity.py -q -s -n0
+
 rehearse: $(BIN)/.installed
 	$(BIN)/python -m pytest suites -m production --dspark-cluster rehearsal
 
@@ -48,6 +53,9 @@ lab: $(BIN)/.installed
 
 lab-faults: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py lab/test_measure.py
+
+lab-identity: $(BIN)/.installed-dev
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py
 
 lab-down:
 	$(LAB) down $(WIPE)

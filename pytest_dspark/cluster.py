@@ -71,6 +71,7 @@ class HostFacts:
     api_version: str = ""
     image_store: str = ""
     address: str = ""
+    data_root: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class ImageFacts:
     labels: Mapping[str, str]
     repo_digests: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,10 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What really runs: the inspected container or process. `environment` is that of PID 1, not of the image."""
+    """What really runs: the inspected container or process. `environment` is that of PID 1, not of the image.
+
+    `image_reference` is the name by which the container was made, `options` are its options by the names of Docker's API.
+    """
 
     rank_id: str
     image_id: str
@@ -124,6 +129,9 @@ class RankFacts:
     started_at: str
     network_mode: str = ""
     ipc_mode: str = ""
+    image_reference: str = ""
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +255,8 @@ class RankSpec:
 
     `options` are the container options of the recipe by Docker's own long names (`gpus`, `ipc`, `network`, `shm-size`,
     `ulimit`, `cap-add`, `device`, `security-opt`, `entrypoint`); a list where Docker's flag may be repeated.
-    `labels` carry the run's ownership marks. `secrets` names the environment keys whose value is never written.
+    `labels` carry the run's ownership marks. `secrets` names the environment keys whose value is never written. `package_folders` are
+    where packages are looked for inside the rank, if not where its interpreter finds them.
     """
 
     rank: int
@@ -261,6 +270,7 @@ class RankSpec:
     labels: tuple[tuple[str, str], ...] = ()
     secrets: frozenset[str] = frozenset()
     bundle: str = ""
+    package_folders: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:

@@ -30,6 +30,7 @@ REMEDIES: Final[dict[str, str]] = {
     "MODEL_MISSING": "put the model folder where the cluster file says",
     "NAME_TAKEN": "another engine owns this name; it was left alone",
     "PORT_TAKEN": "stop what listens on the port or choose another port",
+    "HOST_UNFIT": "make the host fit, as the message says; nothing was started",
     "LEFTOVERS": "remove them with `dspark stop --run ID`",
     # the launch
     "RANK_EXITED": "read the rank's log in the run folder",

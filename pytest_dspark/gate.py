@@ -1,8 +1,7 @@
 """The gate: what must be true of a running engine before any check may ask it anything.
 
-Everything the gate finds is a list of comparisons (what, rank, expected, found, relation). `hold` judges one of them and
-nothing else does, so that a stored gate can be judged again. What a rank cannot print is listed as not observable with
-the reason; a requirement for which nothing at all could be compared is never a pass.
+Everything the gate finds is a list of comparisons (comparison.py). What a rank cannot print is listed as not observable
+with the reason; a requirement for which nothing at all could be compared is never a pass.
 """
 
 from __future__ import annotations
@@ -10,300 +9,80 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
+from pytest_dspark import freeze, identity, manifest, weights
 from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
-from pytest_dspark.cluster import ImageFacts, RankFacts
+from pytest_dspark.behaviour import Observation
+from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import DsparkError
-from pytest_dspark.logs import RankLog, read_log, search
+from pytest_dspark.identity import Rank, serve_argv, without_rank
+from pytest_dspark.logs import search
 from pytest_dspark.plan import Plan, meets
 from pytest_dspark.recipe import Canary, Marker
-from pytest_dspark.sanitize import is_secret_key, mask_argv
+from pytest_dspark.symmetry import symmetry
 from pytest_dspark.verdict import Finding, Status, Verdict
+
+__all__ = [
+    "Api",
+    "Comparison",
+    "GateReport",
+    "Rank",
+    "Sheet",
+    "examine",
+    "hold",
+    "judge",
+    "sentence",
+    "serve_argv",
+    "without_rank",
+]
 
 REQUIREMENTS = (
     "image",
+    "pins",
     "labels",
     "argv",
     "symmetry",
     "environment",
     "restarts",
+    "container",
     "mounts",
     "model",
+    "weights",
     "compilation",
     "markers",
     "forbidden",
+    "frozen",
+    "behaviour",
     "canaries",
 )
-RANK_FLAGS = {"--node-rank": 1, "--headless": 0, "--host": 1, "--port": 1}
-OWN_ENV = ("HOSTNAME", "PWD", "SHLVL", "OLDPWD", "_", "DSPARK_")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One thing that was expected of one rank (or of the API: rank None) and what was found."""
-
-    what: str
-    rank: int | None
-    expected: Any
-    found: Any
-    relation: str = "equal"
-    fault: str = "engine"
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "rank": self.rank,
-            "expected": self.expected,
-            "found": self.found,
-            "relation": self.relation,
-            "fault": self.fault,
-        }
-
-
-@dataclass(frozen=True)
-class Rank:
-    """Everything that was read of one running rank. No slots: its log is read once and kept."""
-
-    number: int
-    host: str
-    facts: RankFacts
-    image: ImageFacts
-    log_text: str
-    manifest_sha256: str | None = None
-    process: bool = False
-
-    @cached_property
-    def log(self) -> RankLog:
-        return read_log(self.log_text)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return dict(entry.partition("=")[::2] for entry in self.facts.environment)
-
-
-@dataclass(slots=True)
-class Sheet:
-    """The comparisons of one requirement while they are collected."""
-
-    comparisons: list[Comparison] = field(default_factory=list)
-    not_observable: list[str] = field(default_factory=list)
-
-    def add(
-        self, what: str, rank: int | None, expected: Any, found: Any, relation: str = "equal", fault: str = "engine"
-    ) -> None:
-        self.comparisons.append(Comparison(what, rank, expected, found, relation, fault))
-
-    def data(self) -> dict[str, Any]:
-        return {"comparisons": [c.as_json() for c in self.comparisons], "not_observable": list(self.not_observable)}
-
-
-def hold(comparison: Mapping[str, Any]) -> bool:
-    """Whether what was found is what was expected. Nothing expected is never equal; an unknown relation never holds."""
-    expected, found = comparison["expected"], comparison["found"]
-    relation = comparison["relation"]
-    if relation == "equal":
-        return expected is not None and bool(expected == found)
-    if relation == "present":
-        return bool(found)
-    if relation == "absent":
-        return not found
-    if relation == "superset":
-        return isinstance(found, Mapping) and all(
-            key in found and found[key] == value for key, value in expected.items()
-        )
-    return False
-
-
-def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
-    """PASS when every comparison holds and there is at least one; FAIL when the model answered a canary wrongly."""
-    comparisons = finding.data["comparisons"]
-    broken = [comparison for comparison in comparisons if not hold(comparison)]
-    if broken:
-        model = all(comparison["fault"] == "model" for comparison in broken)
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        return Verdict(
-            Status.FAIL if model else Status.ERROR,
-            "WRONG_ANSWER" if model else "GATE_FAILED",
-            sentence(broken[0]) + more,
-        )
-    if not comparisons:
-        reasons = "; ".join(finding.data["not_observable"]) or "nothing was compared"
-        return Verdict(Status.NOT_IMPLEMENTED, "NOT_IMPLEMENTED", f"not observable: {reasons}")
-    return Verdict(Status.PASS, "", "; ".join(f"not observable: {reason}" for reason in finding.data["not_observable"]))
-
-
-def sentence(comparison: Mapping[str, Any]) -> str:
-    """One broken comparison in words."""
-    who = "API" if comparison["rank"] is None else f"rank {comparison['rank']}"
-    expected, found = _short(comparison["expected"]), _short(comparison["found"])
-    if comparison["relation"] == "absent":
-        return f"{who}: {comparison['what']}: must not be there, found {found}"
-    if comparison["relation"] == "present":
-        return f"{who}: {comparison['what']}: expected {expected}, found nothing"
-    return f"{who}: {comparison['what']}: expected {expected}, found {found}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 300 else f"{text[:300]}… ({len(text)} characters)"
-
-
-def serve_argv(path: str, args: Sequence[str]) -> tuple[str, ...]:
-    """The tokens from `serve` on, of a container started with an argv list or with `bash -lc "<script>"`.
-
-    Empty if there is no `serve`: an empty argv is never equal to a planned one.
-    """
-    tokens = [path, *args]
-    for index, token in enumerate(tokens[:-1]):
-        if token.rsplit("/", 1)[-1] in ("bash", "sh") and re.fullmatch(r"-[a-z]*c", tokens[index + 1]):
-            tokens = _script_tokens(tokens[index + 2 :])
-            break
-    return tuple(tokens[tokens.index("serve") :]) if "serve" in tokens else ()
-
-
-def _script_tokens(rest: Sequence[str]) -> list[str]:
-    """The words of a shell script, its line continuations dropped and `"$@"` replaced by the arguments after $0."""
-    if not rest:
-        return []
-    try:
-        words = shlex.split(rest[0].replace("\\\n", " "), comments=True)
-    except ValueError:
-        return []
-    result: list[str] = []
-    for word in words:
-        result += list(rest[2:]) if word == "$@" else [word]
-    return result
-
-
-def without_rank(argv: Sequence[str]) -> tuple[str, ...]:
-    """The argv without what may differ between ranks: rank, headless, address and port of the API."""
-    result: list[str] = []
-    skip = 0
-    for token in argv:
-        if skip:
-            skip -= 1
-        elif token in RANK_FLAGS:
-            skip = RANK_FLAGS[token]
-        else:
-            result.append(token)
-    return tuple(result)
-
-
-def _image(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    pins = plan.recipe.pins
-    for rank in ranks:
-        if not rank.image.image_id:
-            sheet.not_observable.append(f"rank {rank.number} runs from no image (a process without a bundle)")
-            continue
-        sheet.add("image id kind", rank.number, pins.id_kind, rank.image.id_kind)
-        if pins.image_id:
-            sheet.add(f"image id ({rank.image.id_kind} digest)", rank.number, pins.image_id, rank.image.image_id)
-        if pins.architecture:
-            sheet.add("architecture", rank.number, pins.architecture, rank.image.architecture)
-        sheet.add("image id equal to rank 0", rank.number, ranks[0].image.image_id, rank.image.image_id)
-        sheet.add("running image is the image looked at", rank.number, rank.image.image_id, rank.facts.image_id)
-
-
-def _labels(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    wanted = dict(plan.recipe.labels)
-    if not wanted:
-        sheet.not_observable.append("the recipe pins no label")
-    for rank in ranks:
-        for key, value in wanted.items():
-            sheet.add(f"label {key}", rank.number, value, rank.image.labels.get(key))
-
-
-def _argv(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    for rank, spec in zip(ranks, plan.specs, strict=True):
-        planned = mask_argv(spec.argv[spec.argv.index("serve") :]) if "serve" in spec.argv else ()
-        found = mask_argv(serve_argv(rank.facts.path, rank.facts.args))
-        sheet.add("command line", rank.number, list(planned), list(found))
-        sheet.add("command line is not empty", rank.number, "vllm serve …", list(found), "present")
-
-
-def _symmetry(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    first = ranks[0]
-    for rank in ranks[1:]:
-        mine = mask_argv(without_rank(serve_argv(first.facts.path, first.facts.args)))
-        theirs = mask_argv(without_rank(serve_argv(rank.facts.path, rank.facts.args)))
-        sheet.add(
-            "command line equal to rank 0 but for rank, headless and addresses", rank.number, list(mine), list(theirs)
-        )
-        sheet.add("environment equal to rank 0 but for declared keys", rank.number, {}, _differences(plan, first, rank))
-        sheet.add("image equal to rank 0", rank.number, first.facts.image_id, rank.facts.image_id)
-    if len(ranks) == 1:
-        sheet.not_observable.append("one rank has no peer")
-
-
-def _differences(plan: Plan, first: Rank, rank: Rank) -> dict[str, Any]:
-    """Environment keys that differ although neither recipe nor cluster file says they may; secret values masked."""
-    a, b = first.environment, rank.environment
-    keys = sorted(key for key in a.keys() | b.keys() if key not in plan.rank_env and not key.startswith(OWN_ENV))
-    return {key: [_masked(key, a.get(key)), _masked(key, b.get(key))] for key in keys if a.get(key) != b.get(key)}
-
-
-def _masked(key: str, value: str | None) -> str | None:
-    return "***" if value is not None and is_secret_key(key) else value
-
-
-def _environment(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    for rank, spec in zip(ranks, plan.specs, strict=True):
-        entries = [entry.partition("=") for entry in rank.facts.environment]
-        for key, value in spec.env:
-            found = [text for name, _, text in entries if name == key]
-            secret = key in spec.secrets
-            same = found == [value]
-            sheet.add(
-                f"PID 1 environment {key}",
-                rank.number,
-                ["***"] if secret else [value],
-                (["***"] if same else ["*** (differs)"]) if secret else found,
-            )
-        for key in plan.recipe.env_absent:
-            sheet.add(
-                f"PID 1 environment {key}",
-                rank.number,
-                None,
-                [text for name, _, text in entries if name == key],
-                "absent",
-            )
-
-
-def _restarts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    for rank in ranks:
-        sheet.add("restart count", rank.number, 0, rank.facts.restart_count)
-        sheet.add("restart policy", rank.number, "no", rank.facts.restart_policy or "no")
-
-
-def _mounts(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
-    pins = plan.recipe.pins
-    for rank, spec in zip(ranks, plan.specs, strict=True):
-        if rank.process:
-            sheet.not_observable.append(f"rank {rank.number} is a process and has no mounts")
-            continue
-        for mount in spec.mounts:
-            found = [m for m in rank.facts.mounts if m.get("Destination") == mount.target]
-            sheet.add(f"mounts at {mount.target}", rank.number, 1, len(found))
-            if found:
-                sheet.add(f"mount {mount.target} is writable", rank.number, not mount.read_only, found[0].get("RW"))
-        if pins.manifest_sha256:
-            sheet.add(f"sha256 of {pins.manifest_target}", rank.number, pins.manifest_sha256, rank.manifest_sha256)
 
 
 def _model(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
     sheet.add("served model", None, [plan.served_model], api.model_ids)
     sheet.add("max_model_len", None, plan.settings.values.get("MAX_MODEL_LEN"), api.max_model_len)
-    if plan.recipe.pins.package and api.version:
-        sheet.add("package version", None, plan.recipe.pins.package, api.version)
-    elif plan.recipe.pins.package:
-        sheet.not_observable.append("the API does not tell its package version")
+
+
+def _pins(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    identity.pins(plan, ranks, api.version, sheet)
+    manifest.compare(plan, ranks, sheet)
+
+
+def _weights(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    placed = [weights.Placed(rank.number, rank.host, rank.model) for rank in ranks]
+    weights.compare(plan.recipe.weights, weights.sums_of(plan.recipe), placed, sheet)
+
+
+def _frozen(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    freeze.compare(freeze.read(plan.recipe), plan, ranks, sheet)
+
+
+def _behaviour(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+    frozen = freeze.read(plan.recipe)
+    freeze.compare_behaviour(frozen, plan.mark, api.behaviour, plan.recipe.behaviour, sheet)
 
 
 def _compilation(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
@@ -410,6 +189,7 @@ class Api:
     max_model_len: int | None
     version: str
     canaries: Mapping[str, Mapping[str, Any]]
+    behaviour: Observation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,18 +207,27 @@ class GateReport:
         return next(bad, None)
 
 
-_EXAMINERS: dict[str, Callable[[Plan, Sequence[Rank], Api, Sheet], None]] = {
-    "image": _image,
-    "labels": _labels,
-    "argv": _argv,
-    "symmetry": _symmetry,
-    "environment": _environment,
-    "restarts": _restarts,
-    "mounts": _mounts,
+_Examiner = Callable[[Plan, Sequence[Rank], Api, Sheet], None]
+
+
+def _of_ranks(examiner: identity.Examiner) -> _Examiner:
+    def examined(plan: Plan, ranks: Sequence[Rank], api: Api, sheet: Sheet) -> None:
+        examiner(plan, ranks, sheet)
+
+    return examined
+
+
+_EXAMINERS: dict[str, _Examiner] = {
+    **{name: _of_ranks(examiner) for name, examiner in identity.EXAMINERS.items()},
+    "pins": _pins,
+    "symmetry": _of_ranks(symmetry),
     "model": _model,
+    "weights": _weights,
     "compilation": _compilation,
     "markers": _markers,
     "forbidden": _forbidden,
+    "frozen": _frozen,
+    "behaviour": _behaviour,
     "canaries": _canaries,
 }
 
@@ -596,6 +385,7 @@ def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> 
                 "cudagraph_implementation"
             ),
             "runtime_identity": {_role(rank): _identity(plan, rank) for rank in ranks},
+            "identity": {_role(rank): identity.record(rank) for rank in ranks},
             "models": {"ids": api.model_ids, "max_model_len": api.max_model_len, "version": api.version or None},
             **_canary_sections(plan, api),
             "runtime_logs": {_role(rank): _log_section(plan, rank, report) for rank in ranks},

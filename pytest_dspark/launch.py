@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import gate
+from pytest_dspark import behaviour, freeze, gate, inventory, manifest
 from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, Host, RankSpec, RankState
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, write_whole
 from pytest_dspark.gpus import memory_back
 from pytest_dspark.plan import Plan, as_json, launch_order
-from pytest_dspark.preflight import leftovers
+from pytest_dspark.preflight import leftovers, look_at
 from pytest_dspark.sanitize import mask_text
+from pytest_dspark.weights import Hasher
 
 HEARTBEAT_S = 15.0
 MARKER_WAIT_S = 10.0
@@ -38,6 +39,7 @@ class Site:
     run: RunFolder
     say: Callable[[str], None]
     cancelled: Callable[[], bool]
+    hasher: Hasher | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -233,22 +235,29 @@ def _probe(site: Site, endpoint: Endpoint) -> bool:
 
 def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
     """Ask the canaries, then read both ranks, compare, and write runtime-gate.json. Raises nothing for a failed gate."""
+    frozen = freeze.read(site.plan.recipe)
     api = gate.ask_api(endpoint, site.plan.recipe.canaries)
+    if frozen and frozen.reference(site.plan.mark):
+        api = replace(api, behaviour=behaviour.observed(endpoint))
+        site.run.write(f"{site.plan.mark}/behaviour.json", api.behaviour.as_json() if api.behaviour else {})
     deadline = site.clock() + MARKER_WAIT_S
     ranks = read_ranks(site, engine)
     while gate.missing_markers(site.plan, ranks) and site.clock() < deadline and not site.cancelled():
         site.sleep(0.5)
         ranks = read_ranks(site, engine)
+    hashed = site.plan.recipe.inside.hashed if frozen else ()
+    ranks = [whole(site, rank, hashed) for rank in ranks]
     report = gate.examine(site.plan, ranks, api)
     site.run.write(f"{site.plan.mark}/runtime-gate.json", gate.as_file(site.plan, ranks, api, report))
     return report
 
 
 def read_ranks(site: Site, engine: Engine) -> list[gate.Rank]:
-    return [_read_rank(site, spec, engine.rank_ids[spec.rank]) for spec in site.plan.specs]
+    return [_read_rank(site, spec, engine) for spec in site.plan.specs]
 
 
-def _read_rank(site: Site, spec: RankSpec, rank_id: str) -> gate.Rank:
+def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
+    rank_id, run_id = engine.rank_ids[spec.rank], engine.run_id if engine.owned else ""
     host, entry = site.host(spec), site.plan.cluster.hosts[spec.rank]
     keep_log(site, spec.rank, rank_id)
     facts = host.inspect(rank_id)
@@ -258,18 +267,69 @@ def _read_rank(site: Site, spec: RankSpec, rank_id: str) -> gate.Rank:
         facts=facts,
         image=host.image(facts.image_id if entry.docker else spec.bundle),
         log_text=read_text(site.log_path(spec.rank)),
-        manifest_sha256=_manifest(site, host, rank_id, spec),
+        manifest_sha256=_manifest_sum(site, host, rank_id, spec),
+        manifest=_manifest(site, host, rank_id, spec),
         process=entry.process,
+        machine=host.facts(),
+        model_revision=_marker(site, host, rank_id, spec),
+        run_id=run_id,
     )
 
 
-def _manifest(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
-    """sha256 of the runtime manifest as the rank itself sees it."""
-    target = site.plan.recipe.pins.manifest_target
-    if not target or not any(mount.target == target for mount in spec.mounts):
+def whole(site: Site, rank: gate.Rank, hashed: Sequence[str] = ()) -> gate.Rank:
+    """The rank with what lies inside it, every file of the `hashed` packages included, and with its model folder."""
+    return _with_model(site, _with_inventory(site, rank, hashed))
+
+
+def _with_inventory(site: Site, rank: gate.Rank, hashed: Sequence[str]) -> gate.Rank:
+    """The rank with what lies inside it, told by its own interpreter."""
+    spec, inside = site.plan.specs[rank.number], site.plan.recipe.inside
+    python = spec.argv[0] if rank.process else inside.python
+    extra = sorted(manifest.patched_files(manifest.parse(rank.manifest)))
+    asked = inventory.order(inside, paths=spec.package_folders, root=_root(rank), hashed=hashed, extra=extra)
+    return replace(rank, inventory=inventory.take(site.host(spec), rank.facts.rank_id, python, asked))
+
+
+def _with_model(site: Site, rank: gate.Rank) -> gate.Rank:
+    """The rank with its model folder, as its host shows it; its mount is compared apart."""
+    entry = site.plan.cluster.hosts[rank.number]
+    return replace(rank, model=look_at(site.host(site.plan.specs[rank.number]), entry, site.plan, site.hasher))
+
+
+def _root(rank: gate.Rank) -> int:
+    """The first process of the rank as it is numbered where the inventory runs; 0: it cannot be told from others."""
+    if rank.process:
+        return int(rank.facts.rank_id.partition(":")[0])
+    return 0 if rank.facts.options.get("PidMode") == "host" else 1
+
+
+def _marker(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
+    """The revision in the model folder, as the rank itself sees it."""
+    marker, entry = site.plan.recipe.pins.model_marker, site.plan.cluster.hosts[spec.rank]
+    folder = entry.model if entry.process else site.plan.recipe.serve.model_target
+    if not marker or not folder:
         return None
-    done = host.read_in(rank_id, ["sha256sum", target])
-    return done.text.split()[0] if done.code == 0 and done.text else None
+    done = host.read_in(rank_id, ["cat", f"{folder}/{marker}"])
+    return done.text.strip() if done.code == 0 else None
+
+
+def _manifest(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
+    """The runtime manifest as the rank itself sees it."""
+    target = _manifest_target(site, spec)
+    done = host.read_in(rank_id, ["cat", target]) if target else None
+    return done.text if done and done.code == 0 else None
+
+
+def _manifest_sum(site: Site, host: Host, rank_id: str, spec: RankSpec) -> str | None:
+    """sha256 of the runtime manifest as the rank itself sees it."""
+    target = _manifest_target(site, spec)
+    done = host.read_in(rank_id, ["sha256sum", target]) if target else None
+    return done.text.split()[0] if done and done.code == 0 and done.text else None
+
+
+def _manifest_target(site: Site, spec: RankSpec) -> str:
+    target = site.plan.recipe.pins.manifest_target
+    return target if any(mount.target == target for mount in spec.mounts) else ""
 
 
 # --- stopping

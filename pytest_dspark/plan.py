@@ -279,6 +279,7 @@ def _spec(
         labels=((CLUSTER_LABEL, cluster.name), (PROFILE_LABEL, mark), (RANK_LABEL, str(rank))),
         secrets=frozenset(key for key, _ in env if is_secret_key(key)),
         bundle=entry.bundle,
+        package_folders=tuple(_filled([[path] for path in recipe.inside.paths], names)),
     )
 
 

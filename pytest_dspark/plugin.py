@@ -60,6 +60,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"metavar": "URL", "help": "ask this running OpenAI-compatible server; nothing is launched, never publishable"},
     ),
     (
+        "weights",
+        {
+            "metavar": "HOW",
+            "help": "sizes (default): names and sizes of the weights; sha256: every byte of them, on every host",
+        },
+    ),
+    (
         "resume",
         {
             "metavar": "RUN",
@@ -105,7 +112,7 @@ def option(config: pytest.Config, name: str) -> str:
 
 
 def options(config: pytest.Config) -> setup.Options:
-    names = ("cluster", "recipe", "profile", "endpoint", "model")
+    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights")
     return setup.Options(root=config.rootpath, **{name: option(config, name) for name in names})
 
 

@@ -182,6 +182,84 @@ class Pins:
     manifest_sha256: str = ""
     manifest_target: str = ""
     image_store: str = ""
+    freeze: str = ""
+    freeze_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What is looked at inside each rank: by which interpreter, packages of which folders (none: its own), libraries by
+    the beginning of their name, whole files, and the packages of which `dspark freeze` hashes every file.
+
+    `package` is the one whose version the pin names. `required`: a rank that shows nothing of this is refused.
+    """
+
+    python: str = "python3"
+    package: str = ""
+    required: bool = False
+    paths: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ("libnccl.so",)
+    files: tuple[str, ...] = ("/etc/nccl.conf",)
+    hashed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is true of the model folder: keys of config.json, number of shards, and the index's total size (0: not
+    stated). `sums` names a list of sha256 beside the recipe, which is compared when the bytes are hashed."""
+
+    pattern: str = "*.safetensors"
+    index: str = "model.safetensors.index.json"
+    shards: int = 0
+    total_size: int = 0
+    sums: str = ""
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a host must be before a launch. `required` names the looks that refuse when they are bad or cannot be made;
+    the others warn. `memory_knob` is the profile's share of all memory that must be free; 0 or empty: not looked at."""
+
+    required: tuple[str, ...] = ()
+    clock_s: float = 2.0
+    disk_gib: float = 0.0
+    memory_knob: str = ""
+    pressure_percent: float = 5.0
+    swap_gib: float = 1.0
+    ping_bytes: int = 0
+
+
+PREFLIGHT_CHECKS = frozenset(
+    [
+        "clock",
+        "disk",
+        "memory",
+        "pressure",
+        "swap",
+        "gpu-processes",
+        "gpu",
+        "interface",
+        "rdma",
+        "gid",
+        "jumbo",
+        "cache",
+        "api",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asymmetry:
+    """Whether a difference between ranks is an `error` or is only recorded (`record`), by kind."""
+
+    packages: str = "error"
+    library: str = "error"
+    files: str = "error"
+    kernel: str = "error"
+    driver: str = "error"
+    docker: str = "error"
+    host: str = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +312,13 @@ class Recipe:
     profiles: tuple[tuple[str, str], ...]
     acceptance: tuple[tuple[str, tuple[str, ...]], ...]
     pins: Pins
+    pin_labels: tuple[tuple[str, str], ...]
+    inside: Inside
+    asymmetry: Asymmetry
+    weights: Weights
+    preflight: Preflight
+    behaviour: Mapping[str, float]
+    folder: Path
     labels: tuple[tuple[str, str], ...]
     serve: Serve
     env: tuple[tuple[str, str], ...]
@@ -343,6 +428,12 @@ _TOP_KEYS = frozenset(
         "profiles",
         "acceptance",
         "pins",
+        "pin_labels",
+        "inside",
+        "asymmetry",
+        "weights",
+        "preflight",
+        "behaviour",
         "labels",
         "serve",
         "env",
@@ -375,6 +466,13 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         profiles=_strings(data.get("profiles", {}), f"{where}: profiles"),
         acceptance=_acceptance(_table(data, "acceptance", where), where),
         pins=_build(Pins, data.get("pins", {}), f"{where}: pins"),
+        pin_labels=_strings(data.get("pin_labels", {}), f"{where}: pin_labels"),
+        inside=_inside(_table(data, "inside", where), f"{where}: inside"),
+        asymmetry=_asymmetry(_table(data, "asymmetry", where), f"{where}: asymmetry"),
+        weights=_weights(_table(data, "weights", where), f"{where}: weights"),
+        preflight=_preflight(_table(data, "preflight", where), f"{where}: preflight"),
+        behaviour=_behaviour(_table(data, "behaviour", where), f"{where}: behaviour"),
+        folder=Path(where).parent,
         labels=tuple(pair for pair in _strings(data.get("labels", {}), f"{where}: labels") if pair[1]),
         serve=_serve(data.get("serve", {}), f"{where}: serve"),
         env=_strings(data.get("env", {}), f"{where}: env"),
@@ -486,6 +584,48 @@ def _serve(table: dict[str, Any], where: str) -> Serve:
     for key in ("mounts", "process", "host_keys"):
         plain[key] = tuple(plain.get(key, ()))
     return _build(Serve, plain | {"options": options}, where)
+
+
+def _inside(table: dict[str, Any], where: str) -> Inside:
+    lists: dict[str, Any] = {
+        key: _list(table[key], f"{where}.{key}") for key in ("paths", "libraries", "files", "hashed") if key in table
+    }
+    return _build(Inside, table | lists, where)
+
+
+def _weights(table: dict[str, Any], where: str) -> Weights:
+    return _build(Weights, {**table, "config": tuple(sorted(_table(table, "config", where).items()))}, where)
+
+
+def _preflight(table: dict[str, Any], where: str) -> Preflight:
+    required = _list(table.get("required", []), f"{where}.required")
+    for name in required:
+        if name not in PREFLIGHT_CHECKS:
+            known = ", ".join(sorted(PREFLIGHT_CHECKS))
+            raise ConfigError("RECIPE_INVALID", f"{where}.required: {name!r} is no look, expected some of {known}")
+    return _build(Preflight, {**table, "required": required}, where)
+
+
+def _behaviour(table: dict[str, Any], where: str) -> dict[str, float]:
+    """Tolerances that take the place of the frozen spread's: `mean` and `single`, in units of log probability."""
+    _known(table, ("mean", "single"), where)
+    for key, value in table.items():
+        if not _like(value, 0.0) or not value > 0:
+            raise ConfigError("RECIPE_INVALID", f"{where}.{key} must be a number above 0, found {value!r}")
+    return table
+
+
+def _list(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError("RECIPE_INVALID", f"{where} must be a list of texts, found {value!r}")
+    return tuple(value)
+
+
+def _asymmetry(table: dict[str, Any], where: str) -> Asymmetry:
+    for key, value in table.items():
+        if value not in ("error", "record"):
+            raise ConfigError("RECIPE_INVALID", f"{where}.{key} must be error or record, found {value!r}")
+    return _build(Asymmetry, table, where)
 
 
 def _knob(name: str, table: dict[str, Any], where: str) -> Knob:
@@ -606,7 +746,7 @@ def placeholders(text: str) -> Iterator[str]:
 
 def _templates(recipe: Recipe) -> Iterator[str]:
     serve = recipe.serve
-    for group in (*serve.argv, *serve.argv_head, *serve.argv_worker, serve.process, serve.mounts):
+    for group in (*serve.argv, *serve.argv_head, *serve.argv_worker, serve.process, serve.mounts, recipe.inside.paths):
         yield from group
     yield from (serve.image, serve.served_model, *dict(recipe.env).values())
 
@@ -626,5 +766,27 @@ def _check_names(recipe: Recipe, where: str) -> None:
     named = {condition.knob.split(".")[0] for limit in recipe.limits for condition in limit.when}
     for name in sorted(named - knobs):
         raise ConfigError("RECIPE_INVALID", f"{where}: limit on {name}, which is no knob")
+    _check_pins(recipe, where)
     if recipe.wrapper not in ("clean", "any"):
         raise ConfigError("RECIPE_INVALID", f"{where}: wrapper must be clean or any, found {recipe.wrapper!r}")
+
+
+def _check_pins(recipe: Recipe, where: str) -> None:
+    """A pin that nothing could ever show would be no pin."""
+    by_label, pins = dict(recipe.pin_labels), recipe.pins
+    _known(by_label, ("package", "integrated_vllm", "source_revision", "model_revision"), f"{where}: pin_labels")
+    ways = {
+        "integrated_vllm": ("a label under pin_labels", bool(by_label.get("integrated_vllm"))),
+        "source_revision": ("a label under pin_labels", bool(by_label.get("source_revision"))),
+        "model_revision": ("model_marker or a label", bool(pins.model_marker or by_label.get("model_revision"))),
+        "freeze": ("freeze_sha256", bool(pins.freeze_sha256)),
+        "freeze_sha256": ("freeze", bool(pins.freeze)),
+        "manifest_sha256": ("manifest_target", bool(pins.manifest_target)),
+    }
+    for name, (needed, there) in ways.items():
+        if getattr(pins, name) and not there:
+            raise ConfigError("RECIPE_INVALID", f"{where}: pins.{name} can be read nowhere, it needs {needed}")
+    if pins.id_kind not in ("config", "manifest", "bundle"):
+        raise ConfigError(
+            "RECIPE_INVALID", f"{where}: pins.id_kind must be config, manifest or bundle, found {pins.id_kind!r}"
+        )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pytest_dspark.cluster import Cluster, HostEntry, load_cluster
 from pytest_dspark.errors import ConfigError
+from pytest_dspark.freeze import read as read_frozen
 from pytest_dspark.plan import Plan, plan
 from pytest_dspark.profile import Profile, load_profile
 from pytest_dspark.recipe import Recipe, find_recipe, load_recipe
@@ -28,6 +29,7 @@ class Options:
     profile: str = ""
     endpoint: str = ""
     model: str = ""
+    weights: str = ""
 
 
 def folders(root: Path, kind: str) -> list[Path]:
@@ -55,6 +57,7 @@ def rehearsal_cluster(environ: Mapping[str, str] = os.environ) -> Cluster:
             interface="lo",
             rdma="none",
             bundle=bundle,
+            model=str(PACKAGE / "rehearsal" / "model"),
             env=env,
         )
         for n in (1, 2)
@@ -79,6 +82,14 @@ def read_profile(name: str, options: Options) -> Profile:
     raise ConfigError("PROFILE_INVALID", f"profile {name!r} is not known, expected a path or one of {', '.join(known)}")
 
 
+def checked_weights(options: Options) -> str:
+    """How the bytes of the weights are compared: `sizes` or `sha256`. Raises USAGE."""
+    value = options.weights or "sizes"
+    if value not in ("sizes", "sha256"):
+        raise ConfigError("USAGE", f"--dspark-weights must be sizes or sha256, found {value!r}")
+    return value
+
+
 def make_plans(options: Options, marks: Iterable[str]) -> dict[str, Plan]:
     """One plan a wanted profile. Raises ConfigError with file, line or host; launches nothing."""
     marks = tuple(marks)
@@ -96,6 +107,7 @@ def _plan(mark: str, options: Options, recipe: Recipe, cluster: Cluster) -> Plan
     if not name:
         known = ", ".join(name for name, _ in recipe.profiles)
         raise ConfigError("USAGE", f"recipe {recipe.name} has no profile for -m {mark}, expected one of {known}")
+    read_frozen(recipe)
     made = plan(read_profile(name, options), recipe, cluster, mark=mark)
     return replace(made, served_model=options.model or made.served_model) if options.endpoint else made
 

@@ -13,19 +13,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from pytest_dspark import gate, kept, launch
+from pytest_dspark import changes, gate, kept, launch
 from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, Stopwatch, utc_now
 from pytest_dspark.gpus import held
 from pytest_dspark.plan import Plan
-from pytest_dspark.preflight import preflight
+from pytest_dspark.preflight import refuse, survey
 from pytest_dspark.resume import Left
 from pytest_dspark.verdict import Finding
 from pytest_dspark.vitals import UNREAD, Vitals
+from pytest_dspark.weights import Hasher
 
 WATCH_S = 0.5
 # An engine that was proven once generates a token within this many probes, or it is not healthy.
@@ -38,12 +40,14 @@ LOOK_S = 0.2
 @dataclass(frozen=True, slots=True)
 class StageOptions:
     """How the engine is acquired: `keep` leaves it up at the end, `attach` never starts or stops one, `left` are the
-    engines that the resumed run may have left up, by profile mark."""
+    engines that the resumed run may have left up, by profile mark. `sums` is the file of known digests if every byte of
+    the weights is to be hashed."""
 
     keep: bool = False
     attach: bool = False
     api_key: str = ""
     left: Mapping[str, Left] = field(default_factory=dict)
+    sums: Path | None = None
 
 
 @dataclass(slots=True)
@@ -235,6 +239,10 @@ class Stage:
         if session.report is None:
             session.launch_error = error
         self._say(f"{session.mark}: {error}")
+        if not self._cancelled.is_set():
+            runs, plan = self._run.path.parent, session.plan
+            for line in changes.said(runs, self._run.run_id, session.mark, plan.profile.name):
+                self._say(line)
         if session.report is None or self._cancelled.is_set():
             self._release(session)
 
@@ -242,7 +250,8 @@ class Stage:
         plan = session.plan
         session.hosts = {entry.name: self._open_host(entry, plan) for entry in plan.cluster.hosts}
         session.say = self._say_for(session)
-        session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set)
+        hasher = Hasher(self._options.sums, session.say, self._cancelled.is_set) if self._options.sums else None
+        session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set, hasher)
         self._live = session
         session.hold = None if self._options.attach else self._kept.hold(plan)
         if self._adopted(session):
@@ -272,8 +281,13 @@ class Stage:
 
     def _preflight(self, session: Session, *, launching: bool) -> None:
         with self._phase(session, "preflight"):
-            session.seen = preflight(session.plan, session.hosts, launching=launching).as_json()
+            hasher = session.site.hasher if session.site else None
+            seen = survey(session.plan, session.hosts, launching=launching, hasher=hasher)
+            session.seen = seen.as_json()
             self._run.write(f"{session.mark}/preflight.json", session.seen)
+            refuse(seen)
+            for warning in seen.warnings():
+                session.say(f"warning: {warning}")
 
     def _start(self, session: Session) -> launch.Engine:
         site = session.site

@@ -125,6 +125,7 @@ def controller_state(
 ) -> State:
     """Read all files, create the run folder, build the stage. Raises ConfigError; no host is touched."""
     plans = setup.make_plans(options, marks)
+    setup.checked_weights(options)
     root = Path(out).absolute() if out else default_root()
     holds, replay = _resumed(resumed, root, plans, say) if resumed else ((), None)
     run = new_run(root, secrets_known=_secrets(plans), about=_about(options, plans, replay))
@@ -134,7 +135,8 @@ def controller_state(
         say(run.masked(text))
 
     left = _left(replay, root, plans)
-    how = StageOptions(keep=keep, attach=attach, api_key=os.environ.get("DSPARK_API_KEY", ""), left=left)
+    sums = root / "weights.json" if setup.checked_weights(options) == "sha256" else None
+    how = StageOptions(keep, attach, os.environ.get("DSPARK_API_KEY", ""), left, sums)
     stage: Any = ForeignStage(plans) if options.endpoint else _stage(plans, run, root, how, masked_say)
     holds = (*holds, run.hold())
     return State(options, plans, recipe, run, stage, masked_say, controller=True, replay=replay, holds=holds)

@@ -31,6 +31,7 @@ class Place:
     master_port: int = field(default_factory=free_port)
     bundles: tuple[Path, Path] = (BUNDLE, BUNDLE)
     env: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
+    models: tuple[Path, ...] = ()
     recipe: str = "rehearsal"
     wrapper: str = ""
 
@@ -53,6 +54,7 @@ class Place:
                 "process = true",
                 f'address = "127.0.0.{number}"',
                 f'bundle = "{bundle}"',
+                f'model = "{self.models[number - 1] if self.models else BUNDLE / "model"}"',
             ]
             lines += [
                 "[host.env]",

@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from pytest_dspark.cluster import ImageFacts, RankFacts, load_cluster
+from pytest_dspark.cluster import HostFacts, ImageFacts, RankFacts, load_cluster
 from pytest_dspark.gate import Api, Rank, as_file, examine, hold, judge_tool, serve_argv, without_rank
+from pytest_dspark.hosts.options import create_body
+from pytest_dspark.inventory import Inventory
+from pytest_dspark.launch import labelled
 from pytest_dspark.plan import plan
 from pytest_dspark.profile import load_profile
 from pytest_dspark.recipe import load_recipe
+from pytest_dspark.weights import File, Model
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "sha256:2dfe24a303743722046c55bf2cf3ef9c9e6a40a008f73be16f9aa5c2ca38cf9b"
+RUN = "20260101T000000Z-0000abcd"
+SHARDS = tuple(File(f"model-{n:05}-of-00048.safetensors", 1000 + n, "1.5", n) for n in range(1, 49))
 MANIFEST = "f6777b31e8c8977361d629ca99c37a199d3b52b9abc134f1de624eb202f083a9"
 
 
@@ -47,14 +53,62 @@ def good_rank(made, number):
         path=spec.argv[0],
         args=spec.argv[1:],
         environment=tuple(f"{key}={value}" for key, value in spec.env),
-        mounts=tuple({"Destination": m.target, "RW": not m.read_only} for m in spec.mounts),
+        mounts=tuple(
+            {"Type": "bind", "Source": m.source, "Destination": m.target, "RW": not m.read_only} for m in spec.mounts
+        ),
         labels={},
         restart_policy="no",
         restart_count=0,
         started_at="t",
+        name=spec.name,
+        image_reference=spec.image,
+        network_mode="host",
+        ipc_mode="host",
+        options=create_body(spec.host, spec)["HostConfig"],
     )
-    image = ImageFacts("i", IMAGE, "config", "arm64", dict(made.recipe.labels))
-    return Rank(number, spec.host, facts, image, log_of(made, number), MANIFEST)
+    image = ImageFacts(
+        "i", IMAGE, "config", "arm64", dict(made.recipe.labels), tags=(spec.image,), repo_digests=("r@sha256:11",)
+    )
+    marks = {**image.labels, **dict(labelled(spec, RUN, made.fingerprint).labels)}
+    facts = dataclasses.replace(facts, labels=marks)
+    machine = HostFacts(
+        "docker", spec.host, "6.17.0", "arm64", "29.1", "1.52", "overlay2", "unix:///x", "/var/lib/docker"
+    )
+    return Rank(
+        number,
+        spec.host,
+        facts,
+        image,
+        log_of(made, number),
+        MANIFEST,
+        machine=machine,
+        model_revision=made.recipe.pins.model_revision,
+        run_id=RUN,
+        manifest=json.dumps(
+            {
+                "schema_version": 3,
+                "vllm_version": made.recipe.pins.package,
+                "model_revision": made.recipe.pins.model_revision,
+                "integrated_vllm_commit": made.recipe.pins.integrated_vllm,
+            }
+        ),
+        inventory=Inventory(
+            python="3.12.3",
+            packages={"vllm": made.recipe.pins.package, "torch": "2.11.0+cu130"},
+            mapped={"/x/nvidia/nccl/lib/libnccl.so.2": "aa" * 32},
+            files={"/etc/nccl.conf": "bb" * 32},
+            hashes={"vllm": {"vllm/engine.py": "dd" * 32}},
+            kernel="6.17.0",
+            driver="580.126",
+        ),
+        model=Model(
+            "/srv/models/m",
+            {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 43},
+            SHARDS,
+            tuple(shard.name for shard in SHARDS),
+            sum(shard.size for shard in SHARDS),
+        ),
+    )
 
 
 @pytest.fixture
@@ -77,7 +131,9 @@ def verdicts(made, ranks, api):
 
 def test_a_good_pair_passes_everything(made, ranks, api):
     report = examine(made, ranks, api)
-    assert set(verdicts(made, ranks, api).values()) == {"PASS"}, report.first_failure
+    found = verdicts(made, ranks, api)
+    assert (found.pop("frozen"), found.pop("behaviour")) == ("NOT_IMPLEMENTED", "NOT_IMPLEMENTED"), "nothing is frozen"
+    assert set(found.values()) == {"PASS"}, report.first_failure
     file = as_file(made, ranks, api, report)
     assert (file["schema_version"], file["status"], file["errors"]) == (3, "PASS", [])
     head = file["evidence"]["runtime_identity"]["head"]
@@ -94,6 +150,18 @@ def image(rank, **changes):
     return dataclasses.replace(rank, image=dataclasses.replace(rank.image, **changes))
 
 
+def inside(rank, **changes):
+    return dataclasses.replace(rank, inventory=dataclasses.replace(rank.inventory, **changes))
+
+
+def model(rank, **changes):
+    return dataclasses.replace(rank, model=dataclasses.replace(rank.model, **changes))
+
+
+def machine(rank, **changes):
+    return dataclasses.replace(rank, machine=dataclasses.replace(rank.machine, **changes))
+
+
 def swapped(argv, old, new):
     return tuple(new if token == old else token for token in argv)
 
@@ -105,7 +173,50 @@ def without_env(rank, key):
 MUTATIONS = {
     "another image": (lambda r: image(facts(r, image_id="sha256:81aa"), image_id="sha256:81aa"), "image"),
     "another kind of id": (lambda r: image(r, id_kind="manifest"), "image"),
-    "architecture": (lambda r: image(r, architecture="amd64"), "image"),
+    "architecture": (lambda r: image(r, architecture="amd64"), "pins"),
+    "a tag": (lambda r: image(r, tags=("other:1",)), "pins"),
+    "made from another name": (lambda r: facts(r, image_reference="other:1"), "pins"),
+    "source revision": (
+        lambda r: image(r, labels={**r.image.labels, "org.opencontainers.image.revision": "0" * 40}),
+        "pins",
+    ),
+    "integrated commit": (
+        lambda r: image(r, labels={k: v for k, v in r.image.labels.items() if "integrated" not in k}),
+        "pins",
+    ),
+    "model revision": (lambda r: dataclasses.replace(r, model_revision=None), "pins"),
+    "an option": (lambda r: facts(r, options={**r.facts.options, "IpcMode": "private"}), "container"),
+    "a capability": (lambda r: facts(r, options={**r.facts.options, "CapAdd": []}), "container"),
+    "another launch": (lambda r: facts(r, labels={**r.facts.labels, "io.dspark.fingerprint": "0"}), "container"),
+    "another build of the same library": (
+        lambda r: inside(r, mapped={"/x/nvidia/nccl/lib/libnccl.so.2": "cc" * 32}),
+        "symmetry",
+    ),
+    "a package": (lambda r: inside(r, packages={**r.inventory.packages, "torch": "2.11.1"}), "symmetry"),
+    "a package of one rank alone": (lambda r: inside(r, packages={**r.inventory.packages, "extra": "1"}), "symmetry"),
+    "the engine's package": (lambda r: inside(r, packages={**r.inventory.packages, "vllm": "0.26.0"}), "pins"),
+    "nccl.conf": (lambda r: inside(r, files={"/etc/nccl.conf": None}), "symmetry"),
+    "GPU driver": (lambda r: inside(r, driver="580.159"), "symmetry"),
+    "no inventory": (lambda r: dataclasses.replace(r, inventory=Inventory(missing="no python3")), "symmetry"),
+    "another architecture of the host": (lambda r: machine(r, architecture="amd64"), "symmetry"),
+    "a key of config.json": (lambda r: model(r, config={**r.model.config, "model_type": "llama"}), "weights"),
+    "an unpinned key of config.json": (
+        lambda r: model(r, config={**r.model.config, "num_hidden_layers": 42}),
+        "weights",
+    ),
+    "a shard fewer": (lambda r: model(r, shards=SHARDS[1:]), "weights"),
+    "a shard of another size": (
+        lambda r: model(r, shards=(dataclasses.replace(SHARDS[0], size=9), *SHARDS[1:])),
+        "weights",
+    ),
+    "an empty shard": (lambda r: model(r, shards=(dataclasses.replace(SHARDS[0], size=0), *SHARDS[1:])), "weights"),
+    "another byte": (lambda r: model(r, sums={SHARDS[0].name: "0" * 64}), "weights"),
+    "no folder": (lambda r: model(r, problem="cannot be read"), "weights"),
+    "another program": (lambda r: facts(r, path="/tmp/vllm"), "argv"),
+    "another source": (
+        lambda r: facts(r, mounts=tuple({**m, "Source": "/tmp"} for m in r.facts.mounts)),
+        "mounts",
+    ),
     "runs another image than looked at": (lambda r: facts(r, image_id="sha256:81aa"), "image"),
     "a label": (lambda r: image(r, labels={**r.image.labels, "io.r0b0tlab.speculative.tokens": "5"}), "labels"),
     "a flag": (lambda r: facts(r, args=swapped(r.facts.args, "327680", "131072")), "argv"),
@@ -128,8 +239,8 @@ MUTATIONS = {
         "mounts",
     ),
     "a mount twice": (lambda r: facts(r, mounts=(*r.facts.mounts, r.facts.mounts[-1])), "mounts"),
-    "another manifest": (lambda r: dataclasses.replace(r, manifest_sha256="0" * 64), "mounts"),
-    "an unreadable manifest": (lambda r: dataclasses.replace(r, manifest_sha256=None), "mounts"),
+    "another manifest": (lambda r: dataclasses.replace(r, manifest_sha256="0" * 64), "pins"),
+    "an unreadable manifest": (lambda r: dataclasses.replace(r, manifest_sha256=None), "pins"),
     "not strict": (
         lambda r: dataclasses.replace(r, log_text=r.log_text.replace("strict=true", "strict=false")),
         "markers",
@@ -163,6 +274,16 @@ def test_one_mutation_on_one_rank_is_seen_by_its_requirement(made, ranks, api, n
     assert as_file(made, ranks, api, examine(made, ranks, api))["status"] == "FAIL"
 
 
+@pytest.mark.parametrize(("severity", "verdict"), [("record", "PASS"), ("error", "ERROR")])
+def test_a_difference_is_an_error_or_is_recorded_as_the_recipe_says(made, ranks, api, severity, verdict):
+    ranks[1] = machine(inside(ranks[1], kernel="6.11.0"), kernel="6.11.0")
+    asymmetry = dataclasses.replace(made.recipe.asymmetry, kernel=severity)
+    loose = dataclasses.replace(made, recipe=dataclasses.replace(made.recipe, asymmetry=asymmetry))
+    report = examine(loose, ranks, api)
+    assert str(report.verdicts["symmetry"].status) == verdict
+    assert "6.11.0" in report.verdicts["symmetry"].message, "a recorded difference is said too"
+
+
 @pytest.mark.parametrize(
     ("change", "requirement", "status"),
     [
@@ -170,7 +291,7 @@ def test_one_mutation_on_one_rank_is_seen_by_its_requirement(made, ranks, api, n
         ({"model_ids": ["deepseek-v4-flash-dspark", "other"]}, "model", "ERROR"),
         ({"max_model_len": None}, "model", "ERROR"),
         ({"max_model_len": 131072}, "model", "ERROR"),
-        ({"version": "0.26.0"}, "model", "ERROR"),
+        ({"version": "0.26.0"}, "pins", "ERROR"),
         ({"canaries": {}}, "canaries", "ERROR"),
     ],
 )

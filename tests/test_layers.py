@@ -20,7 +20,16 @@ ALLOWED = {
     "tiktoken": {"tokens.py"},
     "prometheus_client": {"metrics.py"},
 }
-STDLIB_ALONE = ("acceptance.py", "verdict.py", "junit.py", "errors.py", "selection.py", "evidence.py", "strictjson.py")
+STDLIB_ALONE = (
+    "acceptance.py",
+    "changes.py",
+    "verdict.py",
+    "junit.py",
+    "errors.py",
+    "selection.py",
+    "evidence.py",
+    "strictjson.py",
+)
 
 
 def imports(path: Path, *, top_only: bool = False) -> set[str]:

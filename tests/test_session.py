@@ -17,16 +17,21 @@ from rehearsed import BUNDLE, ROOT, Place, free_port
 pytestmark = pytest.mark.timeout(150)
 GATE = [
     "image",
+    "pins",
     "labels",
     "argv",
     "symmetry",
     "environment",
     "restarts",
+    "container",
     "mounts",
     "model",
+    "weights",
     "compilation",
     "markers",
     "forbidden",
+    "frozen",
+    "behaviour",
     "canaries",
 ]
 
@@ -60,8 +65,9 @@ def test_production_leaves_rows_reports_gate_and_logs(place):
     session = place.run(timed=True)
     assert session.process.returncode == 0, session.text[-3000:]
     verdicts = session.verdicts()
-    assert verdicts.pop("gate.mounts") == "NOT_IMPLEMENTED"
-    assert set(verdicts.values()) == {"PASS"} and {f"gate.{name}" for name in GATE} - {"gate.mounts"} < set(verdicts)
+    absent = {f"gate.{name}" for name in ("mounts", "frozen", "behaviour")}
+    assert {verdicts.pop(name) for name in absent} == {"NOT_IMPLEMENTED"}
+    assert set(verdicts.values()) == {"PASS"} and {f"gate.{name}" for name in GATE} - absent < set(verdicts)
     assert place.living() == []
     gate = json.loads((session.folder / "production" / "runtime-gate.json").read_text())
     assert (gate["schema_version"], gate["status"], gate["errors"]) == (3, "PASS", [])
@@ -142,6 +148,21 @@ def test_a_subset_is_not_an_acceptance(place):
     assert session.process.returncode == 0 and session.run_json()["accepted"] is None
     assert "subset: not an acceptance" in session.text.strip().splitlines()[-1]
     assert place.living() == [], "without a teardown case the engine is stopped all the same"
+
+
+# --- the model folder
+
+
+def test_one_flipped_byte_of_the_weights_is_refused_and_named(place):
+    other = place.folder / "model"
+    shutil.copytree(BUNDLE / "model", other)
+    place.models = (BUNDLE / "model", other)
+    shard = other / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(b"part 2", b"part 3"))
+    session = place.run("--dspark-weights=sha256")
+    assert_refused(session, "IDENTITY_MISMATCH: host-2: sha256 of shards equal to host-1")
+    assert shard.name in session.text and "hashing" in session.text
+    assert session.verdicts()["launch"] == "ERROR"
 
 
 # --- usage

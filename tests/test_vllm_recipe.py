@@ -43,7 +43,9 @@ def ranks(one, logs: tuple[str, str]) -> list[Rank]:
 
 def _facts(spec, number: int) -> RankFacts:
     environment = tuple(f"{key}={value}" for key, value in spec.env)
-    return RankFacts(f"{number}:1", "sha256:1", spec.argv[0], spec.argv[1:], environment, (), {}, "no", 0, "t")
+    return RankFacts(
+        f"{number}:1", "sha256:1", spec.argv[0], spec.argv[1:], environment, (), {}, "no", 0, "t", name=spec.name
+    )
 
 
 def api(one) -> Api:
@@ -85,7 +87,8 @@ def test_the_gate_reads_mode_none_and_full_decode_only_from_real_logs():
     assert pair[0].log.compilation["cudagraph_mode"] == "FULL_DECODE_ONLY"
     report = examine(one, pair, api(one))
     found = {name: str(verdict.status) for name, verdict in report.verdicts.items()}
-    assert found.pop("mounts") == "NOT_IMPLEMENTED"
+    unseen = [found.pop(name) for name in ("mounts", "weights", "frozen", "behaviour")]
+    assert set(unseen) == {"NOT_IMPLEMENTED"}, "a process, no folder read, nothing frozen"
     assert set(found.values()) == {"PASS"}, report.first_failure
     assert report.findings["compilation"].data["not_observable"] == [
         "rank 1 logs no engine configuration; its command line and markers stand for it"
@@ -147,4 +150,4 @@ def test_a_compiled_engine_meets_both_profiles():
 def test_another_version_is_refused():
     one = made()
     other = dataclasses.replace(api(one), version="0.26.1")
-    assert str(examine(one, ranks(one, recorded()), other).verdicts["model"].status) == "ERROR"
+    assert str(examine(one, ranks(one, recorded()), other).verdicts["pins"].status) == "ERROR"

@@ -23,7 +23,7 @@ from pytest_dspark.hosts.bundle import docker_architecture
 from pytest_dspark.hosts.command import run_here
 from pytest_dspark.hosts.listeners import TABLES, listening_inodes, local_owner, owner_from_ss
 from pytest_dspark.hosts.logfile import LogSink, save_longer_stream
-from pytest_dspark.hosts.options import create_body
+from pytest_dspark.hosts.options import HOST_KEYS, create_body
 from pytest_dspark.hosts.readings import Reader
 from pytest_dspark.hosts.transport import LinkAdapter, dial_unix
 
@@ -163,6 +163,7 @@ class DockerHost:
             api_version=api.api_version,
             image_store=image_store(info),
             address=self._connection.address,
+            data_root=info.get("DockerRootDir", ""),
         )
 
     def read(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
@@ -187,6 +188,7 @@ class DockerHost:
             labels=config.get("Labels") or {},
             repo_digests=tuple(found.get("RepoDigests") or ()),
             entrypoint=tuple(config.get("Entrypoint") or ()),
+            tags=tuple(found.get("RepoTags") or ()),
         )
 
     # --- who is there
@@ -235,6 +237,9 @@ class DockerHost:
             started_at=_stamp(found["State"].get("StartedAt")),
             network_mode=host_config.get("NetworkMode", ""),
             ipc_mode=host_config.get("IpcMode", ""),
+            name=str(found.get("Name", "")).removeprefix("/"),
+            image_reference=(found.get("Config") or {}).get("Image", ""),
+            options={key: host_config[key] for key in HOST_KEYS if host_config.get(key)},
         )
 
     def _environment(self, found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,6 +11,26 @@ from pytest_dspark.cluster import Mount, RankSpec
 from pytest_dspark.errors import HostError
 
 Value = str | tuple[str, ...]
+# What of a container's HostConfig is compared with the plan, and between ranks.
+HOST_KEYS = (
+    "CapAdd",
+    "CapDrop",
+    "CpusetCpus",
+    "DeviceRequests",
+    "Devices",
+    "GroupAdd",
+    "Init",
+    "IpcMode",
+    "Memory",
+    "MemorySwap",
+    "NetworkMode",
+    "PidMode",
+    "Privileged",
+    "Runtime",
+    "SecurityOpt",
+    "ShmSize",
+    "Ulimits",
+)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 
 
@@ -163,3 +183,29 @@ _OPTIONS: Mapping[str, _Add] = {
     "user": _top("User"),
     "workdir": _top("WorkingDir"),
 }
+
+
+# --- what an engine makes of it
+
+
+def planned(host: str, spec: RankSpec) -> dict[str, Any]:
+    """The options that a container of this plan must be found with, in the form of `settled`."""
+    return settled({key: value for key, value in create_body(host, spec)["HostConfig"].items() if key in HOST_KEYS})
+
+
+def settled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as every engine would write them: capabilities without CAP_, empty values left out, lists in order."""
+    return {key: _settled(key, value) for key, value in options.items() if value not in (None, "", 0, False, [], {})}
+
+
+def _settled(key: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    if key in ("CapAdd", "CapDrop"):
+        return sorted(str(name).upper().removeprefix("CAP_") for name in value)
+    plain = [_without_empty(entry) if isinstance(entry, Mapping) else entry for entry in value]
+    return sorted(plain, key=lambda entry: json.dumps(entry, sort_keys=True))
+
+
+def _without_empty(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if value not in (None, "", [], {})}

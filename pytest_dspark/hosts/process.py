@@ -157,6 +157,7 @@ class ProcessHost:
             restart_policy="no",
             restart_count=0,
             started_at=proctable.started_at(rank.first),
+            name=rank.marks.name,
         )
 
     def _settle(self, rank: _Rank) -> None:

@@ -31,6 +31,7 @@ name ignore it: the API is the head's alone.
 | error_in_stream | head | an error object inside a 200, after a few events; a plain request gets a 500 |
 | truncate_stream | head | streams end without finish reason, usage and [DONE]; =abrupt: also without the last chunk |
 | no_usage | head | no usage is sent |
+| no_logprobs | head | log probabilities are refused |
 """
 
 from __future__ import annotations

@@ -32,13 +32,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Reads bodies for one server. `garbled`: this configuration garbles text."""
+    """Reads bodies for one server. `garbled`: this configuration garbles text; `weights`: a number of the model's bytes."""
 
     settings: Settings
     tokenizer: tokens.Tokenizer
     faults: Faults
     fingerprint: str
     garbled: bool
+    weights: int = 0
 
     # --- prompts
 
@@ -102,6 +103,7 @@ class Intake:
             logprobs=self._logprobs(body, chat),
             calls_end_as_tools=not isinstance(body.get("tool_choice"), Mapping),
             cache_details=self.settings.enable_prompt_tokens_details,
+            weights=self.weights,
             miscount=int(self.faults.number("wrong_usage") or 0),
         )
 
@@ -192,6 +194,8 @@ class Intake:
         count = (int(body.get("top_logprobs") or 0) if asked else None) if chat else asked
         if count is None or count is False:
             return None
+        if "no_logprobs" in self.faults:
+            raise Refused("logprobs are switched off on this server", param="logprobs")
         if not 0 <= int(count) <= self.settings.max_logprobs:
             raise Refused(
                 f"Requested sample logprobs of {count}, which is greater than max allowed: {self.settings.max_logprobs}"

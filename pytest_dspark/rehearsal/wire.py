@@ -17,7 +17,8 @@ ALTERNATIVES = (" the", " a", ",", ".", " and", " of", " to", " in", " is", "\n"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One generation as the API sees it. `logprobs` is the number of alternatives, None if none are asked; `miscount` is added to
+    """One generation as the API sees it. `logprobs` is the number of alternatives, None if none are asked; `weights` is a
+    number of the weights, so that log probabilities are others where a byte of them is another; `miscount` is added to
     the prompt tokens of the usage."""
 
     ident: str
@@ -31,6 +32,7 @@ class Job:
     logprobs: int | None
     calls_end_as_tools: bool
     cache_details: bool
+    weights: int = 0
     miscount: int = 0
 
 
@@ -182,22 +184,22 @@ def _text_choice(job: Job, made: Sequence[Token], last: Event) -> dict[str, Any]
     }
 
 
-# --- log probabilities: the same for the same token, and no more than that
+# --- log probabilities: the same for the same token and the same weights, and no more than that
 
 
 def _spelled(token: Token) -> str:
     return token.text or (tokens.SPECIALS[token.number] if token.number < len(tokens.SPECIALS) else "")
 
 
-def _logprob(text: str, rank: int) -> float:
-    return -round((zlib.crc32(text.encode("utf-8", "surrogatepass")) % 997) / 2500 + 1.5 * rank, 6)
+def _logprob(text: str, rank: int, weights: int) -> float:
+    return -round((zlib.crc32(text.encode("utf-8", "surrogatepass"), weights) % 997) / 2500 + 1.5 * rank, 6)
 
 
-def _ranked(text: str, count: int) -> list[tuple[str, float]]:
+def _ranked(text: str, count: int, weights: int) -> list[tuple[str, float]]:
     """The token itself and others that are less likely."""
     others = [other for other in ALTERNATIVES if other != text]
     candidates = [text, *(others * 3)][: max(1, count)]
-    return [(candidate, _logprob(text, rank)) for rank, candidate in enumerate(candidates)]
+    return [(candidate, _logprob(text, rank, weights)) for rank, candidate in enumerate(candidates)]
 
 
 def _bytes(text: str) -> list[int]:
@@ -209,8 +211,8 @@ def _chat_logprobs(job: Job, made: Iterable[Token]) -> dict[str, Any] | None:
         return None
     content = []
     for text in map(_spelled, made):
-        top = [{"token": t, "logprob": p, "bytes": _bytes(t)} for t, p in _ranked(text, job.logprobs)]
-        own = {"token": text, "logprob": _logprob(text, 0), "bytes": _bytes(text)}
+        top = [{"token": t, "logprob": p, "bytes": _bytes(t)} for t, p in _ranked(text, job.logprobs, job.weights)]
+        own = {"token": text, "logprob": _logprob(text, 0, job.weights), "bytes": _bytes(text)}
         content.append(own | {"top_logprobs": top if job.logprobs else []})
     return {"content": content}
 
@@ -223,6 +225,6 @@ def _text_logprobs(job: Job, made: Iterable[Token]) -> dict[str, Any] | None:
     for text in texts:
         offsets.append(at)
         at += len(text)
-    values = [_logprob(text, 0) for text in texts]
-    top = [dict(_ranked(text, job.logprobs)) for text in texts]
+    values = [_logprob(text, 0, job.weights) for text in texts]
+    top = [dict(_ranked(text, job.logprobs, job.weights)) for text in texts]
     return {"text_offset": offsets, "token_logprobs": values, "tokens": texts, "top_logprobs": top}
