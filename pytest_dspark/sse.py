@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 DONE = "[DONE]"
+DONE_BYTES = DONE.encode()
 _BOM = b"\xef\xbb\xbf"
 
 

@@ -1,7 +1,7 @@
 """Many streams in one loop: a stream more costs no thread, so that sixteen or 256 of them are stamped like one.
 
-Each request still has a connection of its own, a urllib3 one, made before its first byte is sent. The loop first takes
-what has arrived on every socket, so that all of it is stamped, and reads it afterwards.
+Each request still has a connection of its own, a urllib3 one, made before its first byte is sent. The loop takes what has
+arrived, which stamps it, and holds it; several times a second all that is held is read, and at once what ends a stream.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import cast
 
 import urllib3
 
+from pytest_dspark import sse
 from pytest_dspark.reply import Reply, RequestError, StreamReader
 from pytest_dspark.wire import ARRIVAL, PACKET, TICK_S, Body, Call, Plain, Watch, streams_events
 
@@ -26,7 +27,8 @@ BURST = 4  # requests that are connected, and sent, between two looks at what ha
 GATHER = 0.05  # of the gap between a stream's events is waited for others' packets
 MOST_GAP_S = 0.02
 LEAST_NAP_S = 0.0002
-MOST_HEAD = 1 << 16
+MOST_HEAD = MOST_HELD = 1 << 16
+_LAST_CHUNK = b"0\r\n\r\n"
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -69,7 +71,20 @@ class Limits:
 class _Stream:
     """One request on its way: connected, sent, its head, its body, and what came of it."""
 
-    __slots__ = ("_head", "_plain", "_reading", "_route", "body", "call", "connection", "outcome", "reader", "watch")
+    __slots__ = (
+        "_head",
+        "_held",
+        "_plain",
+        "_reading",
+        "_route",
+        "_size",
+        "body",
+        "call",
+        "connection",
+        "outcome",
+        "reader",
+        "watch",
+    )
 
     def __init__(self, call: Call, route: Route, watch: Watch) -> None:
         self.call, self.watch, self._route = call, watch, route
@@ -77,6 +92,8 @@ class _Stream:
         self.body: Body | None = None
         self.outcome: Reply | RequestError | None = None
         self._head, self._plain = b"", bytearray()
+        self._held: list[tuple[bytes, float]] = []
+        self._size = 0
         self._reading = True
         self.connection = Plain(route.host, route.port, timeout=watch.connect_s())
         self.connection.watch = watch
@@ -90,24 +107,35 @@ class _Stream:
         path = self._route.prefix + self.call.path
         self._guard(lambda: self.connection.request("POST", path, self.call.data, self._route.headers))
 
-    def take(self, buffer: memoryview) -> bytes | None:
-        """What has arrived (empty: the connection ended), or None if nothing has."""
+    def take(self, buffer: memoryview) -> None:
+        """Take and stamp what has arrived, and hold it; read it now if it may end the stream."""
         wire = self.watch.wire
         try:
-            return bytes(buffer[: wire.take(buffer)]) if wire is not None else b""
+            data = bytes(buffer[: wire.take(buffer)]) if wire is not None else b""
         except BlockingIOError:
-            return None
+            return
         except OSError as error:
+            self.read_held()
             self._broken(error)
-            return None
+            return
+        self._held.append((data, self.watch.stamp))
+        self._size += len(data)
+        if not data or self._size > MOST_HELD or data.endswith(_LAST_CHUNK) or sse.DONE_BYTES in data:
+            self.read_held()
 
-    def read(self, data: bytes) -> None:
-        """Read what was taken. Whatever ends the stream becomes its outcome."""
+    def read_held(self) -> None:
+        """Read what is held. Whatever ends the stream becomes its outcome."""
+        held, self._held, self._size = self._held, [], 0
+        for data, self.watch.stamp in held:
+            if self.outcome is None:
+                self._read(data)
+
+    def _read(self, data: bytes) -> None:
         try:
             if self.body is not None:
                 self._more(self.body, data)
             elif rest := self._start(data):
-                self.read(rest)
+                self._read(rest)
         except RequestError as error:
             self.fail(error)
 
@@ -137,6 +165,8 @@ class _Stream:
 
     def _broken(self, error: OSError) -> None:
         """A stream that breaks after its finish is finished."""
+        if self.outcome is not None:
+            return
         if self.reader.finish_reason is None:
             self.fail(self._route.translate(self.watch.where, error))
         else:
@@ -187,6 +217,8 @@ class Loop:
         self._buffer = memoryview(bytearray(PACKET))
         self._ready: deque[_Stream] = deque()
         self._open: set[_Stream] = set()
+        self._turns: deque[_Stream] = deque()
+        self._credit, self._read_at = 0.0, limits.clock()
         self._ended = self._events = self._seen = 0
         self._looked = self._gather = 0.0
 
@@ -201,7 +233,8 @@ class Loop:
                 if ordered or self._ready:
                     self._connect(ordered, streams, self._limits.clock() - start, BURST)
                     self._send(start)
-                self._read_all(self._sleep(ordered, start))
+                self._take_all(self._sleep(ordered, start))
+                self._read_some()
                 self._tick(len(ordered))
         finally:
             self._close()
@@ -234,6 +267,7 @@ class Loop:
             stream.send(start + stream.call.due_s)
             if stream.outcome is None:
                 self._open.add(stream)
+                self._turns.append(stream)
                 self._selector.register(stream.watch.wire, selectors.EVENT_READ, stream)  # type: ignore[arg-type]
             else:
                 self._end(stream)
@@ -247,8 +281,8 @@ class Loop:
             next_due = min(next_due, ordered[0].due_s - AHEAD_S)
         return max(0.0, min(TICK_S, start + next_due - self._limits.clock()))
 
-    def _read_all(self, timeout: float) -> None:
-        """First everything that has arrived is taken and so stamped, then it is read."""
+    def _take_all(self, timeout: float) -> None:
+        """Take what has arrived on every socket."""
         if not self._open:
             time.sleep(timeout)
             return
@@ -256,17 +290,30 @@ class Loop:
         if len(ready) < len(self._open) and (nap := self._nap()):
             time.sleep(nap)
             ready = self._selector.select(0)
-        taken = [(key.data, key.data.take(self._buffer)) for key, _ in ready]
-        for stream, data in taken:
-            if data is not None:
-                stream.read(data)
-            if stream.outcome is not None:
-                self._end(stream)
+        for key, _ in ready:
+            key.data.take(self._buffer)
+            if key.data.outcome is not None:
+                self._end(key.data)
 
     def _nap(self) -> float:
         """Seconds to wait for other streams' packets, so that one wake-up reads many: a small part of the gap between the
         events of one stream. Stamps are the kernel's, so it costs them nothing; where it could, there is none."""
         return self._gather if ARRIVAL and self._gather >= LEAST_NAP_S else 0.0
+
+    def _read_some(self) -> None:
+        """Read what is held, a few streams at a time and each about four times a second: all at once would keep the loop
+        from what arrives meanwhile."""
+        now = self._limits.clock()
+        self._credit = min(self._credit + len(self._open) * (now - self._read_at) / TICK_S, len(self._open))
+        self._read_at = now
+        while self._credit >= 1 and self._turns:
+            self._credit -= 1
+            stream = self._turns.popleft()
+            if stream in self._open:
+                stream.read_held()
+                self._turns.append(stream)
+                if stream.outcome is not None:
+                    self._end(stream)
 
     def _tick(self, waiting: int) -> None:
         now = self._limits.clock()
