@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test identity rehearse bench lab lab-faults lab-identity lab-down clean
+.PHONY: help install test identity rehearse bench lab lab-faults lab-measure lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
@@ -13,7 +13,8 @@ help:
 	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (3 GB, about an hour;"
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
-	@echo "make lab-faults  refusals, signals, a killed rank, void rows on the lab (after make lab)"
+	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
+	@echo "make lab-measure   both sides' rates and what makes a row void on the lab (after make lab)"
 	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
 
@@ -35,7 +36,7 @@ test: $(BIN)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd pytest_dspark/rehearsal && $(CURDIR)/$(BIN)/mypy --strict --config-file= --cache-dir=$(CURDIR)/.mypy_cache/rehearsal rank.py
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2
 
 identity: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest tests/test_identity.py -q -s -n0
@@ -52,7 +53,10 @@ lab: $(BIN)/.installed
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m long1m --dspark-cluster lab/cluster.toml
 
 lab-faults: $(BIN)/.installed-dev
-	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py lab/test_measure.py
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py
+
+lab-measure: $(BIN)/.installed-dev
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_measure.py -s
 
 lab-identity: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py
