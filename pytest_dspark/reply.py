@@ -12,6 +12,7 @@ from pytest_dspark.errors import EndpointError
 from pytest_dspark.timing import Timing
 
 EXCERPT = 500
+_DECODE = json.JSONDecoder().decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +173,13 @@ class StreamReader:
 
     def _choice(self, choice: Mapping[str, Any], at_s: float) -> StreamEvent:
         delta = _table(choice.get("delta"), "delta")
+        calls = delta.get("tool_calls")
         self._keep_logprobs(choice.get("logprobs"))
         return StreamEvent(
             at_s,
             _text(choice.get("text")) or _text(delta.get("content")),
             _reasoning(delta),
-            "".join([self._tool(call) for call in delta.get("tool_calls") or ()]),
+            "".join([self._tool(call) for call in calls]) if calls else "",
             _text(choice.get("finish_reason")),
         )
 
@@ -263,7 +265,7 @@ def _finished(reply: Reply) -> Reply:
 def _chunk(event: sse.Event) -> Mapping[str, Any]:
     """One event as a JSON object; empty for what is no answer: a named ping, half an event at the end."""
     try:
-        data = json.loads(event.data)
+        data = _DECODE(event.data)
     except ValueError as error:
         if event.name == "error":
             raise RequestError("ERROR_IN_STREAM", f"the server reported: {event.data[:EXCERPT]}") from error
@@ -317,10 +319,13 @@ def _error_text(data: Mapping[str, Any]) -> str:
 def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The choices; none in a usage chunk or where a server leaves them out. One answer was asked for."""
     choices = data.get("choices") or []
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+    if not isinstance(choices, list):
         raise RequestError("PROTOCOL", f"expected a list of choices, found {short(choices)}")
-    if any(choice.get("index") not in (0, None) for choice in choices):
-        raise RequestError("PROTOCOL", "one answer was asked for, found another choice than 0")
+    for choice in choices:
+        if not isinstance(choice, dict):
+            raise RequestError("PROTOCOL", f"expected a list of choices, found {short(choices)}")
+        if choice.get("index") not in (0, None):
+            raise RequestError("PROTOCOL", "one answer was asked for, found another choice than 0")
     return choices
 
 

@@ -286,11 +286,9 @@ class Loop:
         if not self._open:
             time.sleep(timeout)
             return
-        ready = self._selector.select(timeout)
-        if len(ready) < len(self._open) and (nap := self._nap()):
+        if len(self._open) > 1 and (nap := self._nap()):
             time.sleep(nap)
-            ready = self._selector.select(0)
-        for key, _ in ready:
+        for key, _ in self._selector.select(timeout):
             key.data.take(self._buffer)
             if key.data.outcome is not None:
                 self._end(key.data)

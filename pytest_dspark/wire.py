@@ -35,6 +35,7 @@ ALIVE_S = 0.75  # between two looks at the engine's life
 PACKET = 1 << 16
 ARRIVAL = getattr(socket, "SO_TIMESTAMPNS", 35) if sys.platform == "linux" else 0  # the option and its note's type
 NOTE = struct.Struct("@qq")  # seconds, nanoseconds
+HEX = b"0123456789abcdefABCDEF"
 TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 
@@ -263,6 +264,11 @@ class Framing:
         return data
 
     def _chunks(self, data: bytes) -> bytes:
+        if not self._left and data.endswith(b"\r\n"):
+            size, _, rest = data.partition(b"\r\n")
+            if size and not size.strip(HEX) and int(size, 16) == len(rest) - 2 > 0:  # one whole chunk, as most are
+                self._rest = b""
+                return rest[:-2]
         parts, at = [], 0
         while not self.ended:
             part = data[at : at + self._left]

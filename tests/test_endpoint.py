@@ -697,7 +697,7 @@ def test_framing_in_every_split(headers, data, body, short):
         assert (b"".join(parts), framing.short) == (body, short)
 
 
-@pytest.mark.parametrize("line", [b"xyz\r\n", b"-5\r\n", b"+5\r\n", b"0x5\r\n"])
+@pytest.mark.parametrize("line", [b"xyz\r\n", b"zz\r\nab\r\n", b"-5\r\n", b"+5\r\n", b"0x5\r\n"])
 def test_a_chunk_without_a_size_is_no_http(line):
     with pytest.raises(RequestError) as caught:
         Framing({"Transfer-Encoding": "chunked"}).feed(line)
