@@ -4,15 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test identity rehearse bench lab lab-faults lab-measure lab-identity lab-down clean
+.PHONY: help install test identity rehearse bench lab lab-needle lab-faults lab-measure lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
 	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
-	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (3 GB, about an hour;"
+	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (4 GB; about half an hour;"
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
+	@echo "make lab-needle  the needle lane on the lab's long window (after make lab)"
 	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
 	@echo "make lab-measure   both sides' rates and what makes a row void on the lab (after make lab)"
 	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
@@ -50,6 +51,8 @@ bench: $(BIN)/.installed
 lab: $(BIN)/.installed
 	$(LAB) all
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m production --dspark-cluster lab/cluster.toml
+
+lab-needle: $(BIN)/.installed
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m long1m --dspark-cluster lab/cluster.toml
 
 lab-faults: $(BIN)/.installed-dev

@@ -21,7 +21,7 @@ from pytest_dspark.errors import DsparkError
 from pytest_dspark.timing import quantile, sample_floor
 
 EVENTS = sample_floor(0.99) + 1
-MOST_S = 10.0
+MOST_S = 5.0
 LEAST_GAP_S = 0.001
 FIRST_S = 0.2
 CLEARLY_ABOVE = 10.0
@@ -31,7 +31,7 @@ CLEARLY_ABOVE = 10.0
 def calibrate(concurrency: int, gap_s: float, *, reader: str = "") -> dict[str, Any]:
     """The client's own error at that many streams with an event every `gap_s` seconds each.
 
-    Long enough for a p99 of the stamps; where that would take longer than ten seconds the events come faster, which is the
+    Long enough for a p99 of the stamps; where that would take longer than five seconds the events come faster, which is the
     harder test. Raises HARNESS if the server's record and the client's do not match one to one.
     """
     each = max(2, math.ceil(EVENTS / concurrency))
