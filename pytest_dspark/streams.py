@@ -126,8 +126,9 @@ class _Stream:
     def read_held(self) -> None:
         """Read what is held. Whatever ends the stream becomes its outcome."""
         held, self._held, self._size = self._held, [], 0
-        for data, self.watch.stamp in held:
+        for data, stamp in held:
             if self.outcome is None:
+                self.watch.stamp = stamp
                 self._read(data)
 
     def _read(self, data: bytes) -> None:
