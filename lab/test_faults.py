@@ -244,7 +244,9 @@ def test_a_needle_that_the_model_misses_is_its_failure_and_nothing_else(tmp_path
     rows = {row["check"]: row for row in session.rows()}
     needles = {check: row["verdict"] for check, row in rows.items() if check.startswith("needle.")}
     assert needles == {"needle.25pct": "PASS", "needle.50pct": "PASS", "needle.90pct": "FAIL"}
-    assert {row["verdict"] for check, row in rows.items() if not check.startswith("needle.")} == {"PASS"}
+    others = {check: row["verdict"] for check, row in rows.items() if not check.startswith("needle.")}
+    assert {check for check, verdict in others.items() if verdict != "PASS"} == {"gate.frozen", "gate.behaviour"}
+    assert {others["gate.frozen"], others["gate.behaviour"]} == {"NOT_IMPLEMENTED"}, "nothing is frozen here"
     for percent, tokens in ((25, 2032), (50, 4064), (90, 7315)):
         finding = rows[f"needle.{percent}pct"]["finding"]
         assert finding["planned_tokens"] == finding["reply"]["prompt_tokens"] == tokens
