@@ -387,9 +387,9 @@ def test_no_text_raises_and_a_pass_means_the_code_stands_there(text: str) -> Non
 )
 def test_a_megabyte_takes_linear_time(piece: str) -> None:
     text = piece * (1_000_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     judge_code(text, "", CODE)
     judge_number(text, "", 5)
     judge_exact(text, "", CODE)
     judge_json(text, "", {"a": 1})
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
