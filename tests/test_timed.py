@@ -354,6 +354,12 @@ def test_every_part_of_a_row_can_turn_it_red(row, path, value, status, code):
     assert (str(verdict.status), verdict.code) == (status, code)
 
 
+def test_an_infinite_drift_is_recorded_and_not_judged(row):
+    data = json.loads(json.dumps(row.data)) | {"canary": {**row.data["canary"], "drift": None}}
+    assert judge_row(Finding(row.check, data), {"max_drift": float("inf")}).passed
+    assert judge_row(Finding(row.check, data), {"max_drift": 0.5}).code == "DRIFT"
+
+
 def test_cache_state_without_a_counter_needs_every_stream_to_say():
     def one(*cached):
         return {"server": {"prefix_hits": {"value": None}}, "samples": [{"cached_tokens": c} for c in cached]}

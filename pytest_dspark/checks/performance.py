@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,12 +42,13 @@ def _judge_canaries(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
             return Verdict(Status.ERROR, "FOREIGN_TRAFFIC", f"void, step {number}: {step['foreign']}")
         if step["tokens"] != asked:
             return Verdict(Status.FAIL, "WRONG_ANSWER", f"asked for exactly {asked} tokens, got {step['tokens']}")
-    if len(finding.data["steps"]) < CANARIES or spread is None:
+    limit = limits.get("max_drift", math.inf)
+    if len(finding.data["steps"]) < CANARIES or (spread is None and not math.isinf(limit)):
         return Verdict(
             Status.ERROR, "DRIFT", f"expected the time of {CANARIES} steps, found {len(finding.data['steps'])}"
         )
-    if "max_drift" in limits and spread > limits["max_drift"]:
-        text = f"step times differ by {spread:.0%} within seconds, limit {limits['max_drift']:.0%}"
+    if spread is not None and spread > limit:
+        text = f"step times differ by {spread:.0%} within seconds, limit {limit:.0%}"
         return Verdict(Status.ERROR, "DRIFT", text)
     return PASS
 

@@ -7,6 +7,7 @@ the evidence with the reason. Speed itself is never a verdict unless the recipe 
 
 from __future__ import annotations
 
+import math
 import secrets
 import statistics
 import time
@@ -351,7 +352,7 @@ def _drifted(canary: Mapping[str, Any], limits: Mapping[str, Any]) -> Verdict | 
         if canary[when]["foreign"]:
             text = f"void, canary {when} the row: {canary[when]['foreign']}"
             return Verdict(Status.ERROR, "FOREIGN_TRAFFIC", text)
-    if "max_drift" not in limits:
+    if math.isinf(limits.get("max_drift", math.inf)):
         return None
     if canary["drift"] is None:
         return Verdict(Status.ERROR, "DRIFT", "void: the canary step shows no step time, so a drift cannot be seen")
