@@ -667,6 +667,9 @@ def test_ranks_that_never_serve_still_stop(tmp_path: Path, fault: str) -> None:
     found = Ranks(tmp_path, nodes=1, faults=(fault,))
     found.start(0)
     time.sleep(0.8)
+    deadline = time.monotonic() + 20
+    while fault == "never_ready" and not found.log(0) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert "Application startup complete." not in found.log(0)
     assert (found.log(0) == "") == (fault == "hang_at_start")
     found.processes[0].terminate()

@@ -126,7 +126,7 @@ def test_six_tokens_an_event_are_reported_as_they_were(schedule):
         assert reply.timing.first_token_s == pytest.approx(truth["stamps"][0] - truth["arrival"], abs=0.09)
         ours = [reply.timing.at_s + stamp for stamp in reply.timing.stamps]
         assert len(ours) == len(truth["stamps"]) == 10
-        assert all(mine >= sent - 1e-4 for mine, sent in zip(ours, truth["stamps"], strict=True))
+        assert all(mine >= sent - 0.01 for mine, sent in zip(ours, truth["stamps"], strict=True))
 
 
 def test_thinking_is_not_the_answer_and_a_role_is_no_token(schedule):
