@@ -54,6 +54,7 @@ from pytest_dspark.wire import (
     Secure,
     Watch,
     arrival,
+    media_type,
     streams_events,
 )
 
@@ -510,7 +511,7 @@ def _refuse_compression(headers: Mapping[str, str]) -> None:
 
 def _refuse_body(headers: Mapping[str, str], body: bytes) -> None:
     """A stream was asked for and something else came, with status 200."""
-    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     if kind.endswith("json"):
         read_json(body)
     raise RequestError("PROTOCOL", f"expected text/event-stream, found {kind}: {short(body)}")

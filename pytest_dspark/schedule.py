@@ -88,8 +88,8 @@ def steps(parts: Sequence[str]) -> list[Step]:
     return [Step(first + gap * number, "text", tokens) for number in range(events)]
 
 
-def pieces(schedule: Sequence[Step], *, chat: bool) -> list[Piece]:
-    """The schedule as bytes, encoded once; completions know no role and no empty delta."""
+def pieces(schedule: Sequence[Step], *, chat: bool) -> tuple[list[Piece], int]:
+    """The schedule as bytes, encoded once, and its tokens; completions know no role and no empty delta."""
     last = len(schedule) - 1
     kept = [(n, step) for n, step in enumerate(schedule) if chat or step.kind not in ("role", "empty")]
     made = [
@@ -102,11 +102,14 @@ def pieces(schedule: Sequence[Step], *, chat: bool) -> list[Piece]:
         for n, step in kept
     ]
     tokens = sum(step.tokens for step in schedule)
-    usage = {"prompt_tokens": PROMPT, "completion_tokens": tokens, "total_tokens": PROMPT + tokens}
-    tail = _chunk({"id": "x", "object": "chunk", "created": 1, "model": "m", "choices": [], "usage": usage})
+    tail = _chunk({"id": "x", "object": "chunk", "created": 1, "model": "m", "choices": [], "usage": _usage(tokens)})
     end = made[-1]
     made[-1] = Piece(end.at_s, end.data + tail + _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n", end.counts, end.answers)
-    return made
+    return made, tokens
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": PROMPT, "completion_tokens": tokens, "total_tokens": PROMPT + tokens}
 
 
 def _event(step: Step, *, chat: bool, final: bool) -> dict[str, Any]:
@@ -144,7 +147,7 @@ class Server:
         self._due: list[tuple[float, int, Client]] = []
         self._order = count()
         self._records: list[Record] = []
-        self._made: dict[tuple[str, bool], list[Piece]] = {}
+        self._made: dict[tuple[str, bool], tuple[list[Piece], int]] = {}
         self.port = self._listener.getsockname()[1]
 
     def run(self) -> None:
@@ -215,12 +218,11 @@ class Server:
         chat = parts[-2:] == ["chat", "completions"]
         key = ("/".join(parts[:5]), chat)
         try:
-            made = self._made.get(key) or self._made.setdefault(key, pieces(steps(parts), chat=chat))
+            made, tokens = self._made.get(key) or self._made.setdefault(key, pieces(steps(parts), chat=chat))
         except ValueError as error:
             self._reply(client, {"error": {"message": str(error)}}, b"404 Not Found")
             return
-        schedule = steps(parts)
-        record = Record(client.arrival, str(asked.get("user", "")), sum(step.tokens for step in schedule))
+        record = Record(client.arrival, str(asked.get("user", "")), tokens)
         self._records.append(record)
         if not asked.get("stream"):
             self._reply(client, _whole(record.tokens, chat=chat))
@@ -327,9 +329,8 @@ def _whole(tokens: int, *, chat: bool) -> dict[str, Any]:
     said: dict[str, Any] = (
         {"message": {"role": "assistant", "content": WORD * tokens}} if chat else {"text": WORD * tokens}
     )
-    usage = {"prompt_tokens": PROMPT, "completion_tokens": tokens, "total_tokens": PROMPT + tokens}
     choice = {"index": 0, **said, "finish_reason": "length"}
-    return {"id": "x", "object": "completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    return {"id": "x", "object": "completion", "created": 1, "model": "m", "choices": [choice], "usage": _usage(tokens)}
 
 
 def _arrival(notes: Sequence[tuple[int, int, bytes]]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,15 +52,17 @@ class _Seen:
     last: Readings = UNREAD
     at: float = 0.0
     count: int = 0
-    memory: list[float] = field(default_factory=list)
-    temperature: list[float] = field(default_factory=list)
+    memory: float | None = None
+    temperature: float | None = None
 
     def add(self, found: Readings, at: float) -> None:
         self.last, self.at, self.count = found, at, self.count + 1
         if found.free_memory_gib is not None:
-            self.memory = [min([*self.memory, found.free_memory_gib])]
+            self.memory = found.free_memory_gib if self.memory is None else min(self.memory, found.free_memory_gib)
         if found.temperature_c is not None:
-            self.temperature = [max([*self.temperature, found.temperature_c])]
+            self.temperature = (
+                found.temperature_c if self.temperature is None else max(self.temperature, found.temperature_c)
+            )
 
 
 class Vitals:
@@ -123,8 +125,8 @@ class Vitals:
             return {
                 name: {
                     "readings": seen.count,
-                    "least_free_memory_gib": seen.memory[0] if seen.memory else None,
-                    "most_temperature_c": seen.temperature[0] if seen.temperature else None,
+                    "least_free_memory_gib": seen.memory,
+                    "most_temperature_c": seen.temperature,
                     "unreadable": list(seen.last.unreadable),
                 }
                 for name, seen in self._seen.items()

@@ -296,9 +296,14 @@ class Framing:
         self.ended = self._left == 0
 
 
+def media_type(headers: Mapping[str, str]) -> str:
+    """The body's type without its parameters; empty if it is not told."""
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
 def streams_events(headers: Mapping[str, str]) -> bool:
     """Whether the body may be a stream of events. A JSON body is an error inside a 200, or a server that cannot stream."""
-    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     plain = headers.get("Content-Encoding", "") in ("", "identity")
     return plain and kind in ("", "text/event-stream", "text/plain", "application/octet-stream")
 
