@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +21,12 @@ from benchmarks.table import as_json, growth_text, level_text, line, titles, ver
 from benchmarks.usage import Usage, watched
 from benchmarks.venvs import NotInstalled, folder, install, ready
 from benchmarks.verdict import LATE_MS, OURS, REFERENCE, Verdict, judge
+from pytest_dspark.calibration import ask_log, schedule_server
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path.home() / ".cache" / "pytest-dspark" / "bench"
 RUN_S = 300.0
+LOG_S = 30.0
 
 
 def own(module: str) -> Client:
@@ -50,39 +50,21 @@ NAMES = tuple(client.name for client in CLIENTS)
 class Server:
     """The package's schedule server in a process of its own, and its log."""
 
-    def __init__(self, port: int) -> None:
-        self.root = f"http://127.0.0.1:{port}"
+    def __init__(self, root: str) -> None:
+        self.root = root
 
     def clear(self) -> None:
-        self._ask("DELETE")
+        ask_log(self.root, "DELETE", timeout_s=LOG_S)
 
     def log(self) -> Mapping[str, Any]:
-        return self._ask("GET")
-
-    def _ask(self, method: str) -> Mapping[str, Any]:
-        request = urllib.request.Request(f"{self.root}/log", method=method)
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(request, timeout=30) as answer:
-            found: Mapping[str, Any] = json.loads(answer.read())
-            return found
+        return ask_log(self.root, timeout_s=LOG_S)
 
 
 @contextmanager
 def serving() -> Iterator[Server]:
-    """Up until the block ends: it stops when its input closes."""
-    argv = [sys.executable, "-m", "pytest_dspark.schedule"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield Server(int(json.loads(process.stdout.readline())["port"]))
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    """Up until the block ends."""
+    with schedule_server() as root:
+        yield Server(root)
 
 
 def measure(client: Client, level: Level, server: Server, cache: Path) -> Row | str:

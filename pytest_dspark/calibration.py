@@ -40,7 +40,7 @@ def calibrate(concurrency: int, gap_s: float, *, reader: str = "") -> dict[str, 
         endpoint = Endpoint(f"{url}/s/{FIRST_S}/{gap:.6f}/{each}/1", "m", reader=reader)
         asked = [Asked({"prompt": "x", "max_tokens": each, "user": str(n)}) for n in range(concurrency)]
         outcomes = endpoint.stream_many(asked, deadline_s=60.0, stall_s=30.0)
-        log = _log(url)
+        log = ask_log(url)
     return errors(outcomes, log) | {
         "concurrency": concurrency,
         "gap_s": gap,
@@ -65,9 +65,10 @@ def schedule_server() -> Iterator[str]:
             process.terminate()
 
 
-def _log(url: str) -> Mapping[str, Any]:
+def ask_log(url: str, method: str = "GET", *, timeout_s: float = 10.0) -> Mapping[str, Any]:
+    """The schedule server's record, by no proxy; DELETE clears it after it was told."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{url}/log", timeout=10) as answer:
+    with opener.open(urllib.request.Request(f"{url}/log", method=method), timeout=timeout_s) as answer:
         log: Mapping[str, Any] = json.load(answer)
     return log
 
