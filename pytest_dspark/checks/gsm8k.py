@@ -46,10 +46,12 @@ def recount(data: Mapping[str, Any], parts: Sequence[Part]) -> Mapping[str, Any]
     alone = [part for part in parts if part.id.endswith(ALONE)]
     beside = [part for part in parts if not part.id.endswith(ALONE)]
     cause = data["how"]["beside"]["cause"]
-    lonely = counted(alone)
+    lonely, together = counted(alone), counted(beside)
+    if together["accuracy_missing"]:  # half a lane publishes nothing
+        lonely |= {"accuracy": None, "accuracy_exact": None, "accuracy_missing": together["accuracy_missing"]}
     return {
         **data,
-        **counted(beside),
+        **together,
         "cause": cause,
         "alone": lonely | {"cause": cause},
         "agreement": agreement(alone, beside),
