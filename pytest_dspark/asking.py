@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from pytest_dspark.garble import IMMEDIATE_END, garbled
 from pytest_dspark.reply import Reply, RequestError
 from pytest_dspark.verdict import PASS, Status, Verdict
 
+NO_PARSER: Final = re.compile(r"tool-call-parser|enable-auto-tool-choice", re.IGNORECASE)
 KINDS: Final = ("number", "code", "exact", "list", "count", "any")
 
 
@@ -34,6 +36,32 @@ def ask(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: A
     """One chat of one message with the budget, thinking and deadline of the settings; `extra` wins."""
     given = {key: settings[key] for key in ("max_tokens", "deadline_s")} | {"thinking": settings.get("thinking")}
     return endpoint.chat([{"role": "user", "content": prompt}], **(given | extra))
+
+
+def ask_with_tools(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: Any) -> dict[str, Any]:
+    """The same with tools, as data. Raises NOT_IMPLEMENTED where the server says that it was started without a parser."""
+    try:
+        return answer(ask(endpoint, settings, prompt, **extra))
+    except RequestError as error:
+        if error.status == 400 and NO_PARSER.search(error.message):
+            text = f"the server was started without a tool parser: {error.message}"
+            raise DsparkError("NOT_IMPLEMENTED", text) from error
+        raise
+
+
+def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A table of the lane's settings. Raises NOT_IMPLEMENTED where the recipe has none."""
+    table = settings.get(name)
+    if not isinstance(table, Mapping):
+        raise DsparkError("NOT_IMPLEMENTED", f"the recipe has no table {name!r} among this lane's settings")
+    return table
+
+
+def needed(settings: Mapping[str, Any], *names: str) -> None:
+    """Raises NOT_IMPLEMENTED where the recipe does not say these."""
+    absent = [name for name in names if name not in settings]
+    if absent:
+        raise DsparkError("NOT_IMPLEMENTED", f"the recipe does not say {', '.join(absent)} for this lane")
 
 
 def chat_body(settings: Mapping[str, Any], prompt: str) -> dict[str, Any]:

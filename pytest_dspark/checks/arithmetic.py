@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pytest_dspark.asking import level_of
+from pytest_dspark.asking import level_of, needed
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
@@ -47,6 +47,7 @@ def questions(per_level: int) -> tuple[Question, ...]:
 
 def measure(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live, parts: Parts) -> Finding:
     """All levels, with the engine kept full."""
+    needed(settings, "per_level", "streams")
     asked = questions(settings["per_level"])
     made, how = ask_set(endpoint, settings, asked, parts, level_of(settings, settings["streams"]), live)
     data = {"per_level": settings["per_level"], "asked": len(asked), "how": how, "seed": SEED}

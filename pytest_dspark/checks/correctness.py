@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_dspark.answers import judge_code, judge_json, judge_number
-from pytest_dspark.asking import answer, ask, token_limit
+from pytest_dspark.asking import answer, ask, ask_with_tools, token_limit
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.garble import garbled
@@ -87,7 +87,7 @@ def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """One forced call of one tool, streamed, so that its arguments must be put together again."""
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    reply = _ask(
+    reply = ask_with_tools(
         endpoint,
         settings,
         settings["tool_prompt"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_dspark import datasets
-from pytest_dspark.asking import level_of
+from pytest_dspark.asking import level_of, needed
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.live import Live
@@ -20,6 +20,7 @@ from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
 def measure(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live, parts: Parts) -> Finding:
     """The first `alone` questions with nothing beside them, then all of the subset with the engine kept full."""
+    needed(settings, "subset", "alone", "streams")
     questions = datasets.gsm8k(Path(settings["data"]), settings["subset"])
     single = [replace(one, id=one.id + ALONE) for one in questions[: settings["alone"]]]
     lonely, how_alone = ask_set(endpoint, settings, single, parts, 1, live)

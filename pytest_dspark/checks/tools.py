@@ -7,19 +7,17 @@ with HTTP 400: that is NOT_IMPLEMENTED with its own words, and no fault of the m
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pytest_dspark import prose
 from pytest_dspark.answers import judge_json
-from pytest_dspark.asking import answer, ask, token_limit
+from pytest_dspark.asking import answer, ask, ask_with_tools, section, token_limit
 from pytest_dspark.checks import Check
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.gate import weather_tool
 from pytest_dspark.live import Live
-from pytest_dspark.reply import RequestError
 from pytest_dspark.strictjson import loads
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
@@ -44,19 +42,6 @@ NOTE: Final[dict[str, Any]] = {
         },
     },
 }
-_NO_PARSER: Final = re.compile(r"tool-call-parser|enable-auto-tool-choice", re.IGNORECASE)
-
-
-def _asked(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: Any) -> dict[str, Any]:
-    """One chat with tools. Raises NOT_IMPLEMENTED where the server has no parser for calls."""
-    try:
-        return answer(ask(endpoint, settings, prompt, **extra))
-    except RequestError as error:
-        if error.status == 400 and _NO_PARSER.search(error.message):
-            raise DsparkError(
-                "NOT_IMPLEMENTED", f"the server was started without a tool parser: {error.message}"
-            ) from error
-        raise
 
 
 def judge_calls(reply: Mapping[str, Any], expect: Sequence[tuple[str, Mapping[str, Any]]]) -> Verdict:
@@ -112,7 +97,7 @@ def _wrong(message: str) -> Verdict:
 
 def measure_schema(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """A nested object of a given JSON schema: numbers, a text of a closed list, a list."""
-    asked = settings["schema"]
+    asked = section(settings, "schema")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": json.loads(asked["schema"])}}
     reply = answer(ask(endpoint, settings, asked["prompt"], response_format=form))
     return Finding("tools.schema", {"expect": json.loads(asked["expect"]), "reply": reply})
@@ -129,10 +114,10 @@ def judge_schema(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 
 def measure_auto(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """Two tools and a question for one of them, streamed and not streamed; then a question for neither."""
-    asked, tools = settings["auto"], [CLOCK, WEATHER]
+    asked, tools = section(settings, "auto"), [CLOCK, WEATHER]
     given: dict[str, Any] = {"tools": tools, "tool_choice": "auto"}
-    replies = [_asked(endpoint, settings, asked["prompt"], **given, stream=stream) for stream in (False, True)]
-    plain = _asked(endpoint, settings, asked["plain_prompt"], **given)
+    replies = [ask_with_tools(endpoint, settings, asked["prompt"], **given, stream=stream) for stream in (False, True)]
+    plain = ask_with_tools(endpoint, settings, asked["plain_prompt"], **given)
     return Finding(
         "tools.auto", {"expect": dict(asked["expect"]), "whole": replies[0], "streamed": replies[1], "plain": plain}
     )
@@ -159,12 +144,12 @@ def judge_auto(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 
 def measure_long(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """A forced call whose text is as long as `words` says, streamed: its pieces must give every letter of it."""
-    asked = settings["long"]
+    asked = section(settings, "long")
     text = long_text(asked["words"])
     prompt = f'Call save_note with title = "log" and text = "{text}". Copy the text exactly, to its last full stop.'
     choice = {"type": "function", "function": {"name": "save_note"}}
     given: dict[str, Any] = {"tools": [NOTE], "tool_choice": choice, "max_tokens": asked["max_tokens"]}
-    reply = _asked(endpoint, settings, prompt, **given, stream=True)
+    reply = ask_with_tools(endpoint, settings, prompt, **given, stream=True)
     return Finding("tools.long", {"words": asked["words"], "expect": {"title": "log", "text": text}, "reply": reply})
 
 
@@ -193,8 +178,8 @@ def judge_long(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 
 def measure_parallel(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """A question that needs the same tool twice, streamed."""
-    asked = settings["parallel"]
-    reply = _asked(endpoint, settings, asked["prompt"], tools=[CLOCK, WEATHER], tool_choice="auto", stream=True)
+    asked = section(settings, "parallel")
+    reply = ask_with_tools(endpoint, settings, asked["prompt"], tools=[CLOCK, WEATHER], tool_choice="auto", stream=True)
     return Finding("tools.parallel", {"expect": [dict(one) for one in asked["expect"]], "reply": reply})
 
 
@@ -207,12 +192,12 @@ def judge_parallel(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 
 def measure_thinking(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """The same call with thinking switched on and off."""
-    asked, tools = settings["auto"], [CLOCK, WEATHER]
+    asked, tools = section(settings, "auto"), [CLOCK, WEATHER]
     replies = {}
     for name, thinking in (("on", True), ("off", False)):
         budget = settings["thinking_tokens"] if thinking else settings["max_tokens"]
         given: dict[str, Any] = {"thinking": thinking, "max_tokens": budget, "tools": tools, "tool_choice": "auto"}
-        replies[name] = _asked(endpoint, settings, asked["prompt"], **given, stream=True)
+        replies[name] = ask_with_tools(endpoint, settings, asked["prompt"], **given, stream=True)
     return Finding("tools.thinking", {"expect": dict(asked["expect"]), **replies})
 
 

@@ -15,7 +15,17 @@ from typing import Any
 
 from pytest_dspark import divergence
 from pytest_dspark.answers import codes_in, final_answer, judge_code, shape_of
-from pytest_dspark.asking import answer, ask, ask_many, checked, garble_verdict, judge_question, streams_of, token_limit
+from pytest_dspark.asking import (
+    answer,
+    ask,
+    ask_many,
+    checked,
+    garble_verdict,
+    judge_question,
+    section,
+    streams_of,
+    token_limit,
+)
 from pytest_dspark.checks import Check
 from pytest_dspark.divergence import Parting, losers, parting, tokens_of
 from pytest_dspark.endpoint import Endpoint
@@ -35,7 +45,7 @@ FIRST_CHURN_S = 0.01
 
 def measure_condense(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """Every victim alone, then as often as `rounds` says beside threads that send tiny questions all the time."""
-    asked = settings["condense"]
+    asked = section(settings, "condense")
     victims = [checked(victim, "checks.underload.condense") for victim in asked["victims"]]
     churning = streams_of(settings, asked["churn"] + 1) - 1
     before = endpoint.metrics()
@@ -211,7 +221,7 @@ def churn(endpoint: Endpoint, settings: Mapping[str, Any], threads: int) -> Iter
 
 def measure_crosstalk(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """Streams that begin together, each with a secret code that nobody else was told, in several rounds."""
-    asked = settings["crosstalk"]
+    asked = section(settings, "crosstalk")
     count = streams_of(settings, asked["streams"])
     rounds = [_secrets(count, asked["code"]) for _ in range(asked["rounds"])]
     found = []
@@ -271,7 +281,7 @@ def _leaks(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[str]:
 
 def measure_staggered(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """One stream every so many seconds; the recipe's questions take turns."""
-    asked = settings["staggered"]
+    asked = section(settings, "staggered")
     questions = [checked(question, "checks.underload.staggered") for question in asked["questions"]]
     count = streams_of(settings, asked["streams"])
     turns = [questions[number % len(questions)] for number in range(count)]
