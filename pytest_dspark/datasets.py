@@ -102,6 +102,19 @@ def fetch(dataset: Dataset, folder: Path, get: Callable[[str], bytes] = _get) ->
     return path
 
 
+def bfcl_steps(folder: Path) -> str:
+    """What to type for an environment of the official BFCL package: it brings 6 GB of packages, so that is the user's to do."""
+    venv = folder / "bfcl"
+    return "\n".join(
+        [
+            "# The official package in an environment of its own, about 6 GB. soundfile is missing among its own requirements.",
+            f"python3 -m venv {venv}",
+            f"{venv}/bin/pip install bfcl-eval soundfile",
+            f"# then: --dspark-bfcl {venv}/bin/python, or in the ini file: dspark_bfcl = {venv}/bin/python",
+        ]
+    )
+
+
 GSM8K_ENDING: Final = "Work it out step by step. Write as the last line: The answer is <number>."
 
 

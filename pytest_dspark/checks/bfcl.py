@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ class Client:
         command = [self.python, str(DRIVER), mode, str(request)]
         log = self.folder / f"{mode}.log"
         ended = outside.run(command, log, env=self.env, deadline_s=deadline_s, alive=self.alive, secrets=self.secrets)
+        shutil.rmtree(self.folder / ".file_locks", ignore_errors=True)
         return _table(out), ended
 
 
@@ -127,10 +129,13 @@ def _generate(
 ) -> tuple[DsparkError | None, outside.Ended | None]:
     """Run the package. What ends it before its end is the cause for all questions that have no answer then."""
     try:
-        _, ended = client.call("run", asked, settings["deadline_s"])
+        told, ended = client.call("run", asked, settings["deadline_s"])
     except DsparkError as error:
         return error, None
-    return None, ended
+    if told:
+        return None, ended
+    text = f"bfcl-eval did not come to its end (exit code {ended.code}): {ended.tail or 'it said nothing'}"
+    return DsparkError("HARNESS", text), ended
 
 
 # --- the package's files
@@ -143,25 +148,31 @@ def _read(
     results = {str(entry["id"]): entry for entry in lines_of(folder / "result") if "id" in entry}
     heads = [entry for entry in lines_of(folder / "score") if "total_count" in entry and "id" not in entry]
     failing = {str(entry["id"]): entry for entry in lines_of(folder / "score") if "id" in entry}
+    scored = bool(heads) and sum(_count(head, "total_count") for head in heads) == len(results)
     for name in ids:
         entry, watch = results.get(name), Stopwatch.started()
-        problem = _problem(entry, scored=bool(heads), cause=cause)
+        problem = _problem(entry, scored=scored, cause=cause)
         if problem:
             yield parts.unanswered(name, problem, watch, tried=entry is not None or cause is None)
         elif entry is not None:
             yield parts.answered(name, part_data(entry, failing.get(name), chosen[name]), watch)
 
 
+def _count(table: Mapping[str, Any], key: str) -> int:
+    value = table.get(key)
+    return value if type(value) is int else -1
+
+
 def _problem(entry: Mapping[str, Any] | None, *, scored: bool, cause: DsparkError | None) -> DsparkError | None:
     """Why a question has no answer of the model."""
     if entry is None:
-        return cause or DsparkError("SERVER_ERROR", "the package left no result of this question")
+        return cause or DsparkError("PROTOCOL", "the package left no result of this question")
     said = entry.get("result")
     if isinstance(said, str) and said.startswith(ERROR_MARK):
         return DsparkError("SERVER_ERROR", said[:300])
     if "traceback" in entry:
         return DsparkError("SERVER_ERROR", f"the package recorded an error: {str(entry['traceback'])[-200:]}")
-    return None if scored else cause or DsparkError("PROTOCOL", "the package left no score of its results")
+    return None if scored else cause or DsparkError("PROTOCOL", "the package left no score of all its results")
 
 
 def part_data(entry: Mapping[str, Any], failed: Mapping[str, Any] | None, sha256: str) -> dict[str, Any]:
