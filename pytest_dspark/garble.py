@@ -27,7 +27,8 @@ LOOP_TAIL: Final = 4000
 RULE_CHARACTERS: Final = 600
 """The same for a phrase without letters and digits, as in the rules of tables."""
 MIXED_WORDS: Final = 2
-"""Words of mixed scripts that are still taken for a slip, if the text has ten times as many words."""
+SLIP: Final = 20
+"""So many words of mixed scripts are still taken for a slip, if the text has 20 times as many words."""
 SALAD_TURNS: Final = 6
 # Tab, line feed and carriage return are text.
 _BROKEN: Final = re.compile("[\ufffd\ufffe\uffff\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
@@ -65,8 +66,8 @@ def _broken(text: str) -> str:
 @lru_cache(maxsize=4096)
 def script(letter: str) -> str:
     """The family of scripts of a letter; empty for one that stands in words of every script."""
-    if letter.isascii():
-        return "LATIN"
+    if letter.isascii() or not letter.isalpha():
+        return "LATIN" if letter.isascii() else ""
     name = unicodedata.name(letter, "").partition(" ")[0]
     if name in _NEUTRAL:
         return ""
@@ -84,13 +85,14 @@ def _runs(word: str) -> list[tuple[str, int]]:
     return runs
 
 
-def _is_mixed(word: str) -> bool:
-    """Two alphabets in one word, or letters and Chinese characters that take turns one by one."""
+def _is_mixed(word: str, *, east_asian: bool) -> bool:
+    """Two alphabets in one word; or letters and Chinese characters in one: in an East Asian text only if they take turns one
+    by one, since there a name of Latin letters stands between the characters without a blank."""
     runs = _runs(word)
     families = {family for family, _ in runs}
     if len(families) < 2:
         return False
-    if len(families - {"CJK"}) > 1:
+    if len(families - {"CJK"}) > 1 or not east_asian:
         return True
     short = sum(length == 1 for family, length in runs if family != "CJK")
     return len(runs) > 3 and 2 * short > sum(family != "CJK" for family, _ in runs)
@@ -98,8 +100,10 @@ def _is_mixed(word: str) -> bool:
 
 def _mixed(text: str) -> str:
     words = _LETTERS.findall(text)
-    mixed = [word for word in words if _is_mixed(word)]
-    if not mixed or (len(mixed) <= MIXED_WORDS and len(words) >= 10 * len(mixed)):
+    letters = [family for word in words for family, length in _runs(word) for _ in range(length)]
+    east_asian = 5 * letters.count("CJK") > len(letters)
+    mixed = [word for word in words if _is_mixed(word, east_asian=east_asian)]
+    if not mixed or (len(mixed) <= MIXED_WORDS and len(words) >= SLIP * len(mixed)):
         return ""
     return f"{len(mixed)} of {len(words)} words mix scripts, as {mixed[0][:30]!r}"
 
