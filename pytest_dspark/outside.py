@@ -80,12 +80,15 @@ def run(
 def _wait(
     process: subprocess.Popen[bytes], until: float, alive: Callable[[], None], tick: Callable[[], None], name: str
 ) -> None:
-    while process.poll() is None:
-        alive()
-        tick()
+    while True:
+        try:
+            process.wait(LOOK_S)
+            return
+        except subprocess.TimeoutExpired:
+            alive()
+            tick()
         if time.monotonic() > until:
             raise DsparkError("DEADLINE", f"{name} had not ended by its deadline")
-        time.sleep(LOOK_S)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,7 @@ def wilson(good: int, of: int) -> tuple[float, float] | None:
     share, z2 = good / of, Z95 * Z95
     middle = (share + z2 / (2 * of)) / (1 + z2 / of)
     half = Z95 * math.sqrt(share * (1 - share) / of + z2 / (4 * of * of)) / (1 + z2 / of)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return (middle - half if good else 0.0), (middle + half if good < of else 1.0)
 
 
 def share(good: int, of: int) -> dict[str, Any]:
