@@ -234,7 +234,7 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     if problem:
         return problem
     floor = limits.get("floors", {}).get(data["category"])
-    if floor is None:
+    if not floor:
         text = f"measured {_line(data)}; the recipe has no floor for {data['category']} to judge it by"
         return Verdict(Status.NOT_IMPLEMENTED, "NOT_IMPLEMENTED", text)
     return above_floor(data["accuracy"], 0, floor, data["category"])

@@ -67,7 +67,7 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
         problem = unfinished(data["alone"], data["asked"]["alone"])
     if problem:
         return problem
-    if "floor" not in limits:
+    if not limits.get("floor"):
         text = f"measured {_line(data)}; the recipe has no floor to judge it by"
         return Verdict(Status.NOT_IMPLEMENTED, "NOT_IMPLEMENTED", text)
     verdict = above_floor(data["accuracy"], data["counts"].get("TOKEN_LIMIT", 0), limits["floor"], "gsm8k")
