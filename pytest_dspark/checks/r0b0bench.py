@@ -7,6 +7,7 @@ believed: a lane that FAILs ends with 0 all the same.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,7 +77,8 @@ def _tokenizer(settings: Mapping[str, Any]) -> str:
 def _environment(endpoint: Endpoint, settings: Mapping[str, Any]) -> dict[str, str]:
     bfcl = {"R0B0BENCH_BFCL_PYTHON": settings["bfcl"]} if settings.get("bfcl") else {}
     knobs = {key: str(value) for key, value in settings.get("env", {}).items()}
-    return outside.environment({"OPENAI_API_KEY": endpoint.api_key, **bfcl, **knobs})
+    own = {key: value for key, value in os.environ.items() if key.startswith("R0B0BENCH_")}
+    return outside.environment({"OPENAI_API_KEY": endpoint.api_key, **own, **bfcl, **knobs})
 
 
 def read_report(output: Path) -> tuple[dict[str, Any] | None, str]:
