@@ -64,13 +64,9 @@ class Place:
         path.write_text("\n".join(lines) + "\n")
         return path
 
-    def start(self, *args: str, mark: str = "production", timed: bool = False, asked: bool = False) -> Session:
-        """Start pytest on this cluster; the timed lanes take seconds and run only where a test is about them, and so do
-        question sets (`asked`; `timed` has both)."""
-        left_out = (
-            () if timed else ("concurrency", "performance") if asked else ("concurrency", "performance", "dataset")
-        )
-        mark = " and not ".join((f"({mark})", *left_out))
+    def start(self, *args: str, mark: str = "production", timed: bool = False) -> Session:
+        """Start pytest on this cluster; the timed lanes take seconds and run only where a test is about them."""
+        mark = mark if timed else f"({mark}) and not concurrency and not performance"
         command = [
             sys.executable,
             "-m",
@@ -89,8 +85,8 @@ class Place:
             )
         return Session(self, process, log)
 
-    def run(self, *args: str, mark: str = "production", timed: bool = False, asked: bool = False) -> Session:
-        session = self.start(*args, mark=mark, timed=timed, asked=asked)
+    def run(self, *args: str, mark: str = "production", timed: bool = False) -> Session:
+        session = self.start(*args, mark=mark, timed=timed)
         session.end()
         return session
 

@@ -56,7 +56,7 @@ FAULTS = {
 def test_each_defect_turns_exactly_its_own_cases_red(place, name):
     faults, expected = FAULTS[name]
     place.env = tuple({"REHEARSAL_FAULT": fault, **KNOWS} for fault in faults)
-    session = place.run(*GIVEN, asked=True)
+    session = place.run(*GIVEN)
     found = {
         row["check"]: (row["verdict"], row["code"])
         for row in session.cases()
@@ -76,7 +76,7 @@ def test_a_dead_server_in_the_middle_of_gsm8k_then_resumed(place):
     """Finished questions keep their verdicts, the open ones are ERROR, the rest is BLOCKED, and no accuracy is published; a
     resumed run asks only what has no answer."""
     place.env = ({"REHEARSAL_SPEED": "40", **KNOWS}, {})
-    session = place.start(*GIVEN, "-k", "gsm8k or launch or teardown", asked=True)
+    session = place.start(*GIVEN, "-k", "gsm8k or launch or teardown")
     deadline = time.monotonic() + 60
     while not (session.folder.name and len(parts(session)) > 90):
         assert time.monotonic() < deadline and session.process.poll() is None, session.text[-3000:]
@@ -93,7 +93,7 @@ def test_a_dead_server_in_the_middle_of_gsm8k_then_resumed(place):
     assert finding["counts"]["BLOCKED"] == said["BLOCKED"] and finding["dataset"]["sha256"] == GSM8K.sha256
 
     place.env = ({"REHEARSAL_SPEED": "40", **KNOWS}, {})
-    again = place.run(*GIVEN, f"--dspark-resume={session.folder.name}", "-k", "gsm8k or launch or teardown", asked=True)
+    again = place.run(*GIVEN, f"--dspark-resume={session.folder.name}", "-k", "gsm8k or launch or teardown")
     case = next(row for row in again.cases() if row["check"] == "gsm8k")
     assert case["verdict"] == "PASS" and case["finding"]["counts"] == {"PASS": 200}, again.text[-3000:]
     old = {part for part, row in parts(again).items() if row["measured_in"] == session.folder.name}
@@ -106,7 +106,7 @@ def test_a_dead_server_in_the_middle_of_gsm8k_then_resumed(place):
 @needs_gsm8k
 def test_gsm8k_with_every_worker_and_its_figures(place):
     place.env = (dict(KNOWS), {})
-    session = place.run(*GIVEN, "-n", "2", "-k", "gsm8k or arithmetic_set or launch or teardown", asked=True)
+    session = place.run(*GIVEN, "-n", "2", "-k", "gsm8k or arithmetic_set or launch or teardown")
     assert session.process.returncode == 0, session.text[-3000:]
     case = next(row for row in session.cases() if row["check"] == "gsm8k")
     finding = case["finding"]
