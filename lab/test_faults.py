@@ -103,8 +103,10 @@ class Session:
         return folder
 
     def rows(self) -> list[dict]:
+        """The rows of test cases, without those of single questions."""
         path = self.folder / "rows.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row for row in rows if row["part"] is None]
 
     def verdicts(self) -> dict[str, str]:
         return {row["check"]: row["verdict"] for row in self.rows()}

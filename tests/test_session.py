@@ -452,7 +452,7 @@ def test_a_killed_worker_ends_the_run_with_a_row_a_case(place):
     (place.folder / "killer.py").write_text(
         "import os, signal\n"
         "def pytest_runtest_call(item):\n"
-        "    if 'arithmetic' in item.nodeid and 'PYTEST_XDIST_WORKER' in os.environ:\n"
+        "    if 'test_arithmetic[' in item.nodeid and 'PYTEST_XDIST_WORKER' in os.environ:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     os.environ["PYTHONPATH"] = str(place.folder)
