@@ -253,10 +253,11 @@ def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
 
 
 def read_ranks(site: Site, engine: Engine) -> list[gate.Rank]:
-    return [_read_rank(site, spec, engine) for spec in site.plan.specs]
+    return [read_rank(site, spec, engine) for spec in site.plan.specs]
 
 
-def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
+def read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
+    """What one running rank shows but what lies inside it (`whole`)."""
     rank_id, run_id = engine.rank_ids[spec.rank], engine.run_id if engine.owned else ""
     host, entry = site.host(spec), site.plan.cluster.hosts[spec.rank]
     keep_log(site, spec.rank, rank_id)
