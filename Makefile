@@ -16,7 +16,7 @@ help:
 	@echo "make lab-needle  the needle lane on the lab's long window (after make lab)"
 	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
 	@echo "make lab-measure   both sides' rates and what makes a row void on the lab (after make lab)"
-	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
+	@echo "make lab-identity  doctor, frozen manifests, edited files and weights, the mutation list on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
 
 # dev tools are wanted by `make test` alone
@@ -62,7 +62,7 @@ lab-measure: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_measure.py -s
 
 lab-identity: $(BIN)/.installed-dev
-	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py lab/test_mutations.py -s
 
 lab-down:
 	$(LAB) down $(WIPE)
