@@ -95,16 +95,21 @@ def _again(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _disclosures(rows: Iterable[Mapping[str, Any]], resumed: str) -> tuple[str, ...]:
-    """Which earlier run measured what of a resumed one."""
+def _disclosures(rows: Sequence[Mapping[str, Any]], resumed: str) -> tuple[str, ...]:
+    """What an outside client's own report says against publishing, and which earlier run measured what of a resumed one."""
+    invalid = tuple(
+        f"{row['profile']}: {row['check']} is invalid_for_publish by its own report"
+        for row in rows
+        if (row.get("finding") or {}).get("invalid_for_publish") is True
+    )
     if not resumed:
-        return ()
+        return invalid
     earlier: dict[str, list[str]] = {}
     for row in rows:
         if row["measured_in"] != row["run"]:
             earlier.setdefault(row["measured_in"], []).append(f"{row['profile']}/{row['check']}")
     told = [f"measured in run {run}: {', '.join(sorted(checks))}" for run, checks in sorted(earlier.items())]
-    return (f"resumed from run {resumed}", *told)
+    return (f"resumed from run {resumed}", *told, *invalid)
 
 
 def _unmet(

@@ -53,6 +53,8 @@ NUMBER: Final = re.compile(
     r"(?<![\w.,/])(?<![0-9][:^])[-+−]?[$€£]?(?P<digits>[0-9]{1,3}(?:,[0-9]{3}){1,9}(?:\.[0-9]{1,30})?|[0-9]{1,30}(?:\.[0-9]{1,30})?)"
     r"(?![\w/^]|[.,:][0-9]|%[0-9])"
 )
+WHOLE: Final = re.compile(r"(?<![\w.])(?P<number>[0-9]{1,15})(?!\w|[.][0-9])")
+LINE_NUMBER: Final = re.compile(r"^[ \t]{0,9}[0-9]{1,4}[.)][ \t]{1,9}(?=[0-9])", re.MULTILINE)
 STATED: Final = re.compile(r"(?i:####|\bboxed\{|\banswer(?:[ \t]{1,4}is|[ \t]{0,4}[:=]))[ \t\n:=]{0,9}")
 
 
@@ -188,6 +190,21 @@ def judge_number(text: str | None, reasoning: str | None, expect: str | int | fl
     number, wanted = find_number(final.answer), Decimal(str(expect).replace(",", ""))
     ok = not number.problem and Decimal(number.answer) == wanted
     return _judged(ok, f"expected the number {expect}, found {number.problem or number.answer}", final, number)
+
+
+def judge_list(text: str | None, reasoning: str | None, expect: Sequence[int]) -> Judgement:
+    """Right when the whole numbers of the answer are exactly these in this order. Line numbers (`12.` or `12)` before another
+    number) are not counted, nor is what a sentence before or after the list says in words."""
+    final = final_answer(text, reasoning)
+    if final.problem:
+        return _missing(final)
+    said = [int(match["number"].replace(",", "")) for match in WHOLE.finditer(LINE_NUMBER.sub("", final.answer))]
+    pairs = zip(said, expect, strict=False)
+    at = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(said), len(expect)))
+    found = Extracted(", ".join(map(str, said)), "whole numbers in order")
+    wrong = f"expected {len(expect)} numbers, found {len(said)}; number {at + 1} is "
+    wrong += f"{said[at] if at < len(said) else 'missing'}, expected {expect[at] if at < len(expect) else 'none'}"
+    return _judged(said == list(expect), wrong, final, found)
 
 
 def judge_exact(text: str | None, reasoning: str | None, expect: str) -> Judgement:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, doctor, freeze, freezing, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, freezing, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -55,7 +55,33 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_freeze(commands)
     _add_behaviour(commands)
+    _add_data(commands)
     return parser
+
+
+def _add_data(commands: Any) -> None:
+    text = (
+        "fetch a published question set from its official place, checked by its sha256; or say how to install bfcl-eval"
+    )
+    command = commands.add_parser("data", help=text, description=text)
+    command.add_argument("name", choices=[*datasets.DATASETS, "bfcl"], help="gsm8k: fetched; bfcl: what to type")
+    command.add_argument("--data", metavar="DIR", default="", help="where sets lie (default: the user's data folder)")
+    command.set_defaults(action=_data)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.data).absolute() if arguments.data else datasets.data_folder()
+    if arguments.name == "bfcl":
+        print(datasets.bfcl_steps(folder))
+        return 0
+    dataset = datasets.DATASETS[arguments.name]
+    path = folder / dataset.file
+    if path.is_file():
+        datasets.read(dataset, folder)
+        print(f"{path}: already there, sha256 {dataset.sha256}")
+        return 0
+    print(f"{datasets.fetch(dataset, folder)}: {dataset.questions} questions, sha256 {dataset.sha256}")
+    return 0
 
 
 def _add_doctor(commands: Any) -> None:

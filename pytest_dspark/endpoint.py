@@ -151,6 +151,15 @@ class Endpoint:
     def model(self) -> str:
         return self._model
 
+    @property
+    def api_key(self) -> str:
+        """For an outside client's environment; never to be written."""
+        return self._key
+
+    def check_alive(self) -> None:
+        """Raises what is known of the engine's death, or CANCELLED: for whoever waits for an outside client."""
+        self._alive()
+
     def close(self) -> None:
         """End what is still in flight, in whatever thread, within a second. Nothing is kept open between requests."""
         self._closed.set()

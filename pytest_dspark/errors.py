@@ -60,12 +60,17 @@ REMEDIES: Final[dict[str, str]] = {
     "INFRA_RISK": "free memory on that host or cool it, then resume the run; the reading is in brake.json",
     # after
     "BLOCKED": "see the first cause",
+    "DATA_UNAVAILABLE": "get the file as the message says; it is used only with its sha256",
     "NOT_IMPLEMENTED": "install what the lane needs",
     "LEFT_BEHIND": "remove what is named by hand",
     "HARNESS": "report this as a fault of pytest-dspark, with the run folder",
     # verdicts of the model or the engine
     "WRONG_ANSWER": "read the stored answer",
     "NO_ANSWER": "read the stored answer",
+    "GARBLED": "read the stored text; compilation, a kernel or the speculation may break it",
+    "CROSS_TALK": "do not serve from this engine: one request's text went to another",
+    "LOSSY": "read the stored tokens; the engine took tokens that it held for clearly less likely",
+    "DIVERGED": "read the stored tokens; under load the engine took a token that is clearly less likely alone",
     "LIMIT_EXCEEDED": "a limit that the recipe states was not kept; read the row",
     "TOKEN_LIMIT": "raise the budget of the check, or switch thinking off",
 }

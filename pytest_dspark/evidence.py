@@ -104,7 +104,8 @@ class RunFolder:
     def known_of(self, mark: str, lane: str) -> dict[str, Any]:
         """What this run has found so far of a profile, for a check that is about to begin: `log_pool` is the KV pool in
         tokens as the head's log says it (None: it does not), `earlier` the findings of the lane."""
-        rows = [row for row in self.read() if (row.get("profile"), row.get("lane")) == (mark, lane)]
+        ours = [row for row in self.read() if (row.get("profile"), row.get("lane")) == (mark, lane)]
+        rows = [row for row in ours if whole(row)]
         return {"log_pool": self._log_pool(mark), "earlier": [row["finding"] for row in rows if row.get("finding")]}
 
     def _log_pool(self, mark: str) -> int | None:
@@ -245,7 +246,8 @@ def utc_now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What every row of one test case says of where it belongs."""
+    """What every row of one test case says of where it belongs. `part` is the question that a row is about, None for the row
+    of the test case itself."""
 
     run: str
     nodeid: str
@@ -256,6 +258,12 @@ class Case:
     fingerprint: str
     settings: str = ""
     attempt: int = 1
+    part: str | None = None
+
+
+def whole(row: Mapping[str, Any]) -> bool:
+    """Whether a row is the row of a test case, and not of one of its questions."""
+    return row.get("part") is None
 
 
 def row(
@@ -274,6 +282,7 @@ def row(
         "run": case.run,
         "measured_in": measured_in or case.run,
         "check": case.check,
+        "part": case.part,
         "lane": case.lane,
         "profile": case.profile,
         "recipe": case.recipe,

@@ -19,6 +19,7 @@ from pytest_dspark.behaviour import Observation
 from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import DsparkError
+from pytest_dspark.garble import garbled
 from pytest_dspark.identity import Rank, serve_argv, without_rank
 from pytest_dspark.logs import search
 from pytest_dspark.plan import Plan, meets
@@ -333,6 +334,8 @@ def judge_canary(canary: Canary, reply: Reply) -> tuple[bool, str]:
         return judge_tool(calls, canary.tool, canary.expect or dict(canary.expect_json))
     if reply.finish_reason != "stop":
         return False, f"finish_reason is {reply.finish_reason!r}, expected 'stop'"
+    if reply.text.strip() and (problem := garbled(reply.text)):
+        return False, f"garbled: {problem}, in {reply.text[:80]!r}"
     if canary.kind == "json":
         result = judge_json(reply.text, reply.reasoning, dict(canary.expect_json))
     elif canary.kind == "code":

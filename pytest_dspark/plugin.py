@@ -73,6 +73,21 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "id or folder of an earlier run: what it finished is judged again, only the rest is measured",
         },
     ),
+    (
+        "data",
+        {
+            "metavar": "DIR",
+            "help": "where published question sets lie (`dspark data`; default: the user's data folder)",
+        },
+    ),
+    (
+        "bfcl",
+        {
+            "metavar": "PYTHON",
+            "help": "the python of an environment with bfcl-eval (`dspark data bfcl` says how to make one)",
+        },
+    ),
+    ("r0b0bench", {"metavar": "COMMAND", "help": "the r0b0bench command (default: r0b0bench, if it is on the PATH)"}),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
 )
 _FLAGS: tuple[tuple[str, str], ...] = (
@@ -112,7 +127,7 @@ def option(config: pytest.Config, name: str) -> str:
 
 
 def options(config: pytest.Config) -> setup.Options:
-    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights")
+    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights", "data", "bfcl", "r0b0bench")
     return setup.Options(root=config.rootpath, **{name: option(config, name) for name in names})
 
 

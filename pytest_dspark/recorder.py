@@ -10,7 +10,7 @@ import pytest
 
 from pytest_dspark import junit
 from pytest_dspark.acceptance import BAD, Outcome, outcome
-from pytest_dspark.evidence import Case, RunFolder, row, utc_now, write_whole
+from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole, write_whole
 from pytest_dspark.state import State
 from pytest_dspark.verdict import Status, Verdict
 
@@ -77,10 +77,10 @@ class Recorder:
         for nodeid in self._crashed:
             self._write_lost(nodeid, "the xdist worker crashed in this case")
         if self._worker_died:
-            known = {row["nodeid"] for row in state.run.read()}
+            known = {row["nodeid"] for row in state.run.read() if whole(row)}
             for nodeid in state.stage.cases.keys() - known:
                 self._write_lost(nodeid, "not run: an xdist worker crashed")
-        rows = list(state.run.read())
+        rows = [row for row in state.run.read() if whole(row)]
         self._outcome = outcome(
             rows,
             {mark: state.recipe.required(mark) for mark in state.plans},

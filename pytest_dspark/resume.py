@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_dspark.errors import ConfigError
-from pytest_dspark.evidence import LOCK, ROW_SCHEMA, Case, RunFolder, sealed_rows
+from pytest_dspark.evidence import LOCK, ROW_SCHEMA, Case, RunFolder, sealed_rows, whole
 from pytest_dspark.strictjson import loads
 from pytest_dspark.verdict import Status
 
@@ -50,12 +50,19 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the resumed run has: finished measurements, and how often each was begun, by profile, check and node id."""
+    """What the resumed run has: finished measurements, and how often each was begun, by profile, check and node id; the
+    finished questions of a check by their ids, also of one that has no row of its own."""
 
     run_id: str
     path: Path
     finished: Mapping[Key, Stored] = field(default_factory=dict)
     attempts: Mapping[Key, int] = field(default_factory=dict)
+    questions: Mapping[Key, Mapping[str, Stored]] = field(default_factory=dict)
+
+    def parts(self, case: Case) -> dict[str, Stored]:
+        """The finished questions of this case under the same settings."""
+        found = self.questions.get((case.profile, case.check, case.nodeid), {})
+        return {part: stored for part, stored in found.items() if stored.settings == case.settings}
 
     def stored(self, case: Case) -> Stored | None:
         """The finished measurement of this case under the same settings. Raises RESUME_REFUSED if the run measured this
@@ -157,18 +164,28 @@ def read(path: Path) -> Replay:
     known = {mark: str(entry.get("fingerprint")) for mark, entry in told["profiles"].items()}
     rows_path = RunFolder(path, run).rows
     rows: dict[Key, list[Mapping[str, Any]]] = {}
+    parts: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     try:
         for number, row in sealed_rows(rows_path, run):
             _check_row(row, run, known, number)
-            if row["lane"] not in OF_THE_PRESENT_RUN:
+            if row["lane"] in OF_THE_PRESENT_RUN:
+                continue
+            if whole(row):
                 rows.setdefault(_key(row), []).append(row)
+            else:
+                parts.setdefault(_key(row), {}).setdefault(row["part"], []).append(row)
         begun = dict(_begun(path / "begun.jsonl"))
     except (OSError, ValueError) as error:
         raise refused(run, f"{rows_path}: {error}") from error
     finished = {key: _stored(found[0]) for key, found in rows.items() if _is_finished(found)}
     tried = {key: max(_tries(row) for row in found) for key, found in rows.items()}
     attempts = {key: max(tried.get(key, 0), begun.get(key, 0)) for key in tried.keys() | begun.keys()}
-    return Replay(run, path, finished, attempts)
+    questions = {key: _finished_parts(found) for key, found in parts.items()}
+    return Replay(run, path, finished, attempts, questions)
+
+
+def _finished_parts(parts: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, Stored]:
+    return {part: _stored(found[0]) for part, found in parts.items() if _is_finished(found)}
 
 
 def _key(row: Mapping[str, Any]) -> Key:
@@ -191,6 +208,8 @@ def _check_row(row: Mapping[str, Any], run: str, known: Mapping[str, str], numbe
         )
     if type(row.get("attempt")) is not int or type(row.get("elapsed_s")) not in (int, float):
         raise ValueError(f"line {number}: attempt and elapsed_s must be numbers")
+    if not isinstance(row.get("part"), (str, type(None))):
+        raise ValueError(f"line {number}: part is {row.get('part')!r}, expected a text or null")
     if not isinstance(row.get("finding"), (dict, type(None))):
         raise ValueError(f"line {number}: finding is neither a table nor null")
 

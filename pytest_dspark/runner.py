@@ -13,6 +13,7 @@ from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, ConfigError, DsparkError
 from pytest_dspark.evidence import Case, RunFolder, Stopwatch, row, utc_now
 from pytest_dspark.live import Live
+from pytest_dspark.parts import Parts
 from pytest_dspark.resume import Replay, Stored
 from pytest_dspark.verdict import Finding, Status, Verdict
 
@@ -46,9 +47,12 @@ def run_check(
     except ConfigError as error:
         verdict = Verdict(Status.BLOCKED, error.code, error.message)
         return _written(run, row(case, verdict, None, started=utc_now(), elapsed_s=0.0), verdict)
+    parts = (
+        Parts(run, case, check.judge_part, settings, replay.parts(case) if replay else {}) if check.judge_part else None
+    )
     if stored:
-        return _judged_again(run, case, check, settings, stored)
-    return _measured(stage, run, case, check, settings, on_engine, live or Live())
+        return _judged_again(run, case, check, settings, stored, parts)
+    return _measured(stage, run, case, check, settings, on_engine, live or Live(), parts)
 
 
 def _measured(
@@ -59,16 +63,25 @@ def _measured(
     settings: Mapping[str, Any],
     on_engine: Callable[[], None],
     live: Live,
+    parts: Parts | None,
 ) -> Verdict:
     watch = Stopwatch.started()
     finding: Finding | None = None
     try:
-        finding = _measure(stage, run, case, check, settings, on_engine, live)
-        verdict = check.judge(finding, settings)
+        finding = _measure(stage, run, case, check, settings, on_engine, live, parts)
+        verdict = _with_cause(stage, case, check.judge(finding, settings), parts)
     except DsparkError as error:
         verdict = verdict_of(_cause(stage, case, check, error))
     verdict = replace(verdict, message=run.masked(verdict.message))
     return _written(run, row(case, verdict, finding, started=watch.wall, elapsed_s=watch.elapsed_s), verdict)
+
+
+def _with_cause(stage: Any, case: Case, verdict: Verdict, parts: Parts | None) -> Verdict:
+    """Questions that could not be asked because a rank ended are reported as that rank's end."""
+    cause = stage.diagnose(case.profile) if parts and verdict.status is Status.ERROR else None
+    if cause is None or cause.code == verdict.code:
+        return verdict
+    return replace(verdict, code=cause.code, message=f"{cause.message} ({verdict.message})")
 
 
 def _written(run: RunFolder, made: Mapping[str, Any], verdict: Verdict) -> Verdict:
@@ -79,11 +92,19 @@ def _written(run: RunFolder, made: Mapping[str, Any], verdict: Verdict) -> Verdi
     return verdict
 
 
-def _judged_again(run: RunFolder, case: Case, check: Check, settings: Mapping[str, Any], stored: Stored) -> Verdict:
-    """The verdict that the judge gives now; what the earlier run said is only compared with it."""
+def _judged_again(
+    run: RunFolder, case: Case, check: Check, settings: Mapping[str, Any], stored: Stored, parts: Parts | None
+) -> Verdict:
+    """The verdict that the judge gives now; what the earlier run said is only compared with it. Questions are judged one by
+    one, and the counts made anew from them."""
     finding = Finding(case.check, stored.finding)
     try:
+        if parts and check.recount:
+            again = [parts.again(part, one) for part, one in parts.finished.items()]
+            finding = Finding(case.check, check.recount(stored.finding, again))
         verdict = check.judge(finding, settings)
+    except DsparkError as error:
+        verdict = verdict_of(error)
     except _SHAPE as error:
         why = f"the finding that run {stored.measured_in} stored cannot be judged: {type(error).__name__}: {error}"
         verdict = Verdict(Status.ERROR, "HARNESS", why)
@@ -110,13 +131,15 @@ def _measure(
     settings: Mapping[str, Any],
     on_engine: Callable[[], None],
     live: Live,
+    parts: Parts | None,
 ) -> Finding:
     if check.source == "stage":
         return check.measure(stage, case.profile, settings)
     with held(stage, case.profile, check.exclusive, on_engine) as endpoint:
         _begin(run, case)
         known = run.known_of(case.profile, case.lane) | {"readings": partial(stage.readings, case.profile)}
-        return check.measure(endpoint, settings={**settings, **known}, live=live)
+        more = {"parts": parts} if parts else {}
+        return check.measure(endpoint, settings={**settings, **known}, live=live, **more)
 
 
 def _begin(run: RunFolder, case: Case) -> None:

@@ -31,11 +31,17 @@ _FIRST = (
     "launch",
     "gate",
     "correctness",
+    "tools",
+    "underload",
     "performance.canary",
     "performance.latency",
     "concurrency",
     "performance",
-    "dataset",
+    "arithmetic",
+    "gsm8k",
+    "bfcl",
+    "r0b0bench",
+    "quality",
 )
 _LAST = ("needle", "teardown")
 

@@ -30,6 +30,9 @@ class Options:
     endpoint: str = ""
     model: str = ""
     weights: str = ""
+    data: str = ""
+    bfcl: str = ""
+    r0b0bench: str = ""
 
 
 def folders(root: Path, kind: str) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 from pytest_dspark import resume, setup
 from pytest_dspark.checks import lane_of
 from pytest_dspark.cluster import Host, HostEntry, Readings
+from pytest_dspark.datasets import data_folder
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import Case, RunFolder, default_root, digest, new_run
@@ -52,9 +53,17 @@ class State:
 
     def here(self, profile: str) -> dict[str, Any]:
         """What is true of this machine and not of the check: `models` (folders in which it may have the model), `cache`
-        (a folder for what is slow to make again)."""
+        (a folder for what is slow to make again), `data` (published question sets), `bfcl` and `r0b0bench` (other people's
+        clients), `artifacts` (the folder of this run's profile, for what they leave)."""
         models = [entry.model for entry in self.plans[profile].cluster.hosts if entry.model]
-        return {"models": models, "cache": str(self.run.path.parent.parent / "cache")}
+        return {
+            "models": models,
+            "cache": str(self.run.path.parent.parent / "cache"),
+            "data": self.options.data or str(data_folder()),
+            "bfcl": self.options.bfcl,
+            "r0b0bench": self.options.r0b0bench,
+            "artifacts": str(self.run.path / profile),
+        }
 
     def case(self, nodeid: str, profile: str, check: str) -> Case:
         """Where the row of a test case belongs, and which attempt at measuring it this is."""

@@ -64,9 +64,13 @@ class Place:
         path.write_text("\n".join(lines) + "\n")
         return path
 
-    def start(self, *args: str, mark: str = "production", timed: bool = False) -> Session:
-        """Start pytest on this cluster; the timed lanes take seconds and run only where a test is about them."""
-        mark = mark if timed else f"({mark}) and not concurrency and not performance"
+    def start(self, *args: str, mark: str = "production", timed: bool = False, asked: bool = False) -> Session:
+        """Start pytest on this cluster; the timed lanes take seconds and run only where a test is about them, and so do
+        question sets (`asked`; `timed` has both)."""
+        left_out = (
+            () if timed else ("concurrency", "performance") if asked else ("concurrency", "performance", "dataset")
+        )
+        mark = " and not ".join((f"({mark})", *left_out))
         command = [
             sys.executable,
             "-m",
@@ -85,8 +89,8 @@ class Place:
             )
         return Session(self, process, log)
 
-    def run(self, *args: str, mark: str = "production", timed: bool = False) -> Session:
-        session = self.start(*args, mark=mark, timed=timed)
+    def run(self, *args: str, mark: str = "production", timed: bool = False, asked: bool = False) -> Session:
+        session = self.start(*args, mark=mark, timed=timed, asked=asked)
         session.end()
         return session
 
@@ -137,8 +141,12 @@ class Session:
         path = self.folder / "rows.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def cases(self) -> list[dict]:
+        """The rows of test cases, without those of single questions."""
+        return [row for row in self.rows() if row["part"] is None]
+
     def verdicts(self, profile: str = "production") -> dict[str, str]:
-        return {row["check"]: row["verdict"] for row in self.rows() if row["profile"] == profile}
+        return {row["check"]: row["verdict"] for row in self.cases() if row["profile"] == profile}
 
     def run_json(self) -> dict:
         return json.loads((self.folder / "run.json").read_text())

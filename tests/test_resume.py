@@ -72,7 +72,7 @@ def snapshot(folder):
 
 
 def rows_by_check(session):
-    return {row["check"]: row for row in session.rows()}
+    return {row["check"]: row for row in session.cases()}
 
 
 def measured(session):
@@ -172,7 +172,7 @@ def test_killed_in_a_later_check_then_resumed(place, kill, workers):
     assert launch["adopted_from"] == first.folder.name and launch["reused"] is True
     # what was finished is not measured again, and says who measured it
     rows = rows_by_check(second)
-    assert len(rows) == len(second.rows()) == 24, "one row a case"
+    assert len(rows) == len(second.cases()) == 32, "one row a case"
     assert set(measured(second)).isdisjoint(stored) and "correctness.retrieval" in measured(second)
     for check, row in rows.items():
         earlier = check in stored

@@ -1,6 +1,6 @@
 """The checks: each module measures one lane and judges it. `NAME` or `MODULE.NAME` is the id of a check.
 
-`measure` gets the endpoint, the recipe's table for its module and the live line (or the stage alone) and returns a Finding;
+`measure` gets the endpoint, the recipe's table for its lane and the live line (or the stage alone) and returns a Finding;
 it never asserts, skips, prints or retries. `judge` is pure, and gives the same verdict again from a stored finding.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_dspark.errors import ConfigError
+from pytest_dspark.parts import Judge, Part
 from pytest_dspark.verdict import Finding, Verdict
 
 
@@ -20,13 +21,17 @@ from pytest_dspark.verdict import Finding, Verdict
 class Check:
     """One check. `source` is `endpoint` for what asks the engine, `stage` for what looks at its launch, gate or end.
 
-    `exclusive` checks time something and hold the engine alone; the others share it.
+    `exclusive` checks time something and hold the engine alone; the others share it. A check with `judge_part` gives each of
+    its questions a row: `measure` also gets `parts`, and `recount` makes its finding's counts anew from the judged
+    questions.
     """
 
     measure: Callable[..., Finding]
     judge: Callable[[Finding, Mapping[str, Any]], Verdict]
     source: str = "endpoint"
     exclusive: bool = False
+    judge_part: Judge | None = None
+    recount: Callable[[Mapping[str, Any], Sequence[Part]], Mapping[str, Any]] | None = None
 
 
 def resolve(check_id: str) -> Check:

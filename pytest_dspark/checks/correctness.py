@@ -10,53 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_dspark.answers import judge_code, judge_json, judge_number
+from pytest_dspark.asking import answer, ask, ask_with_tools, token_limit
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint, Reply
+from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.garble import garbled
 from pytest_dspark.gate import canary_prompt, judge_tool, weather_tool
 from pytest_dspark.live import Live
 from pytest_dspark.recipe import Canary
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 
 
-def answer(reply: Reply) -> dict[str, Any]:
-    """A reply as data: what a judge and a reader need, and no more."""
-    usage = reply.usage
-    return {
-        "text": reply.text,
-        "reasoning": reply.reasoning,
-        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls],
-        "finish_reason": reply.finish_reason,
-        "prompt_tokens": usage.prompt_tokens if usage else None,
-        "completion_tokens": usage.completion_tokens if usage else None,
-        "usage_missing": reply.usage_missing,
-        "prompt_sha256": reply.prompt_sha256,
-    }
-
-
 def _ask(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: Any) -> dict[str, Any]:
-    reply = endpoint.chat(
-        [{"role": "user", "content": prompt}],
-        max_tokens=settings["max_tokens"],
-        thinking=settings.get("thinking"),
-        deadline_s=settings["deadline_s"],
-        **extra,
-    )
-    return answer(reply)
-
-
-def _token_limit(reply: Mapping[str, Any]) -> Verdict | None:
-    """The budget ended before there was an answer: apart from wrong, and apart from infrastructure."""
-    if reply["finish_reason"] not in ("stop", "tool_calls", "length"):
-        return Verdict(
-            Status.FAIL, "WRONG_ANSWER", f"the answer ended with {reply['finish_reason']!r}, expected 'stop'"
-        )
-    if reply["finish_reason"] == "length":
-        return Verdict(
-            Status.TOKEN_LIMIT,
-            "TOKEN_LIMIT",
-            f"the budget ended after {reply['completion_tokens']} tokens, before the answer was finished",
-        )
-    return None
+    return answer(ask(endpoint, settings, prompt, **extra))
 
 
 def _verdict(ok: bool, code: str, message: str) -> Verdict:
@@ -77,9 +42,9 @@ def judge_arithmetic(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     cases, floor = finding.data["cases"], limits["arithmetic_floor"]
     if floor < 1 or floor > len(cases):
         return Verdict(Status.ERROR, "RECIPE_INVALID", f"arithmetic_floor is {floor}, expected 1 to {len(cases)}")
-    cut = [limit for case in cases if (limit := _token_limit(case["reply"]))]
+    cut = [limit for case in cases if (limit := token_limit(case["reply"]))]
     results = [judge_number(case["reply"]["text"], case["reply"]["reasoning"], case["expect"]) for case in cases]
-    right = sum(result.ok and not _token_limit(case["reply"]) for case, result in zip(cases, results, strict=True))
+    right = sum(result.ok and not token_limit(case["reply"]) for case, result in zip(cases, results, strict=True))
     if right >= floor:
         return PASS
     if cut and right + len(cut) >= floor:
@@ -113,7 +78,7 @@ def measure_json(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live)
 def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     result = judge_json(reply["text"], reply["reasoning"], finding.data["expect"])
-    return _token_limit(reply) or _verdict(result.ok, result.code, result.message)
+    return token_limit(reply) or _verdict(result.ok, result.code, result.message)
 
 
 # --- tool call
@@ -122,7 +87,7 @@ def judge_json_answer(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 def measure_tool(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """One forced call of one tool, streamed, so that its arguments must be put together again."""
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    reply = _ask(
+    reply = ask_with_tools(
         endpoint,
         settings,
         settings["tool_prompt"],
@@ -137,7 +102,7 @@ def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     calls = [(call["name"], call["arguments"]) for call in reply["tool_calls"]]
     ok, message = judge_tool(calls, finding.data["tool"], finding.data["expect"])
-    return _token_limit(reply) or _verdict(ok, "WRONG_ANSWER", message)
+    return token_limit(reply) or _verdict(ok, "WRONG_ANSWER", message)
 
 
 # --- retrieval
@@ -160,7 +125,7 @@ def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any], live: 
 def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     reply = finding.data["reply"]
     result = judge_code(reply["text"], reply["reasoning"], finding.data["expect"])
-    return _token_limit(reply) or _verdict(result.ok, result.code, result.message)
+    return token_limit(reply) or _verdict(result.ok, result.code, result.message)
 
 
 # --- a long stream
@@ -190,11 +155,11 @@ def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
         found = f"{reply['completion_tokens']} tokens and finish_reason {reply['finish_reason']!r}"
         return Verdict(Status.FAIL, "WRONG_ANSWER", f"asked for exactly {length} tokens, got {found}")
     text = reply["text"] + reply["reasoning"]
-    if not text.strip() or "\ufffd" in text:
-        return Verdict(
-            Status.FAIL, "NO_ANSWER" if not text.strip() else "WRONG_ANSWER", f"the streamed text is {text[:80]!r}"
-        )
-    return PASS
+    if not text.strip():
+        return Verdict(Status.FAIL, "NO_ANSWER", "the stream carried no text")
+    # A text that was forced past its end may well go round in circles: that is no fault of the engine.
+    problem = garbled(text, cut=True, loops=False)
+    return Verdict(Status.FAIL, "GARBLED", f"{problem}, in {text[:80]!r}") if problem else PASS
 
 
 CHECKS = {

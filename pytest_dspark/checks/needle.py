@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_dspark import answers, haystack, prefill, prose
+from pytest_dspark.asking import answer
 from pytest_dspark.checks import Check
-from pytest_dspark.checks.correctness import answer
 from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import BlockedError, ConfigError, EndpointError
 from pytest_dspark.haystack import Body, Encode, Prompt, Secret, Template

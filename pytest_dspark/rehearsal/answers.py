@@ -37,12 +37,14 @@ _LENGTH = re.compile(r"\b(\d{2,5})[- ](words?|sentences?|tokens?)\b", re.IGNOREC
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request asks of the model."""
+    """What one request asks of the model. `turn` is all of the last user message, `known` what it knows by heart of it."""
 
     text: str
     question: str
     seed: int
     thinking: bool
+    turn: str = ""
+    known: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = "none"
     response_format: Mapping[str, Any] | None = None
@@ -55,13 +57,18 @@ class Plan:
     reasoning: Iterable[str] | None
     content: Iterable[str]
     calls: tuple[tools.Call, ...] = ()
+    retrieves: bool = False
+
+
+def turn_of(text: str) -> str:
+    """The last user message of a rendered chat, or a plain text."""
+    user = text.rpartition(tokens.SPECIALS[tokens.USER])[2]
+    return user.partition(tokens.SPECIALS[tokens.ASSISTANT])[0].strip()
 
 
 def question_of(text: str) -> str:
     """The last question of a rendered chat or of a plain text: its last lines."""
-    user = text.rpartition(tokens.SPECIALS[tokens.USER])[2]
-    user = user.partition(tokens.SPECIALS[tokens.ASSISTANT])[0]
-    return user.strip()[-QUESTION_CHARACTERS:]
+    return turn_of(text)[-QUESTION_CHARACTERS:]
 
 
 def asking(question: str) -> str:
@@ -73,23 +80,25 @@ def asking(question: str) -> str:
 
 def plan(asked: Asked, faults: Faults, *, garbled: bool) -> Plan:
     """The whole answer, with the model's faults in it."""
-    calls = tools.called(asked.tools, asked.tool_choice, asked.question)
+    calls = tools.called(asked.tools, asked.tool_choice, asked.turn or asked.question)
     calls = tuple(_faulty_call(call, faults) for call in calls)
-    short = "" if calls else _short_answer(asked, fooled="answers_decoy" in faults)
+    short = "" if calls else asked.known or _short_answer(asked, fooled="answers_decoy" in faults)
     short = _off(short) if short and "wrong_answer" in faults else short
     content: Iterable[str] = () if calls else (short,) if short else _prose(asked)
     if "rambles" in faults and len(asked.text) > LONG_CHARACTERS:
         content = prose.sentences(asked.seed)
     reasoning = _reasoning(asked, short, faults)
     if garbled:
-        content = _garbled(content, asked.seed)
-        reasoning = _garbled(reasoning, asked.seed) if reasoning is not None else None
-    return Plan(reasoning, content, calls)
+        begin = int(faults.text("garble") or 0)
+        content = _garbled(content, asked.seed, begin)
+        reasoning = _garbled(reasoning, asked.seed, begin) if reasoning is not None else None
+    retrieves = bool(retrieval.KEYWORD.search(asking(asked.question)) and retrieval.declared(asked.text))
+    return Plan(reasoning, content, calls, retrieves)
 
 
 def _reasoning(asked: Asked, short: str, faults: Faults) -> Iterable[str] | None:
     begin = f"The question is: {asked.question[-80:].strip()}\nI read it once more and work it out step by step. "
-    if "think_forever" in faults:
+    if "think_forever" in faults and (asked.thinking or faults.text("think_forever") != "asked"):
         return chain((begin,), prose.sentences(asked.seed))
     if not asked.thinking:
         return None
@@ -186,7 +195,7 @@ def _faulty_call(call: tools.Call, faults: Faults) -> tools.Call:
     arguments = call.arguments
     if "wrong_answer" in faults:
         arguments = json.dumps({key: _off_value(value) for key, value in json.loads(arguments).items()})
-    if "cut_tool_args" in faults:
+    if "cut_tool_args" in faults and len(arguments) > int(faults.text("cut_tool_args") or 0):
         arguments = arguments[: max(1, len(arguments) // 2)]
     return tools.Call(call.name, arguments)
 
@@ -197,9 +206,11 @@ def _off_value(value: Any) -> Any:
     return _off(value) if isinstance(value, str) and value else value
 
 
-def _garbled(parts: Iterable[str], seed: int) -> Iterable[str]:
-    """Letters and digits replaced, among them some from other scripts; the shape of the words is kept."""
-    chooser = random.Random(seed)
+def _garbled(parts: Iterable[str], seed: int, begin: int) -> Iterable[str]:
+    """Letters and digits replaced after `begin` characters, among them some from other scripts; the words keep their shape."""
+    chooser, given = random.Random(seed), 0
     letters = "abcdefghijklmnopqrstuvwxyz的是яжüß"
     for part in parts:
-        yield "".join(chooser.choice(letters) if char.isalnum() else char for char in part)
+        whole = max(0, begin - given)
+        given += len(part)
+        yield part[:whole] + "".join(chooser.choice(letters) if char.isalnum() else char for char in part[whole:])

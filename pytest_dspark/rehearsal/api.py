@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
+import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,6 +39,16 @@ def _weights(folder: str) -> int:
     return total
 
 
+def learnt(path: str) -> dict[str, str]:
+    """What the model knows by heart: lines of JSON with `question` and `answer`, the answer's number after `####`."""
+    known = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if path else ():
+        told = json.loads(line)
+        steps, _, number = re.sub(r"<<[^>]*>>", "", told["answer"]).partition("####")
+        known[told["question"].strip()] = f"{steps.strip()}\nThe answer is {number.strip()}."
+    return known
+
+
 class Api:
     """Answers requests with the engine."""
 
@@ -45,7 +57,8 @@ class Api:
         self._tokenizer = tokens.Tokenizer()
         config = zlib.crc32(repr(sorted(settings.given.items(), key=str)).encode())
         fingerprint = f"vllm-{VERSION}-tp{settings.tensor_parallel_size}-{config:08x}"
-        self._intake = Intake(settings, self._tokenizer, faults, fingerprint, garbled, _weights(settings.model))
+        weights, known = _weights(settings.model), learnt(os.environ.get("REHEARSAL_KNOWS", ""))
+        self._intake = Intake(settings, self._tokenizer, faults, fingerprint, garbled, weights, known)
         self._gets: Mapping[str, Callable[[Reply], Awaitable[None]]] = {
             "/v1/models": self._models,
             "/version": lambda reply: reply.json(200, {"version": VERSION}),

@@ -30,8 +30,10 @@ Told = Callable[[int, bool], None]
 class Engine:
     """`sync` is one round trip to the workers; `told` gets the tokens generated so far, and whether any were decoded."""
 
-    def __init__(self, settings: Settings, pool: int, pace: Pace, faults: Faults, sync: Sync, told: Told) -> None:
-        self.pool = pool
+    def __init__(
+        self, settings: Settings, pool: int, pace: Pace, faults: Faults, sync: Sync, told: Told, lossy: int = 0
+    ) -> None:
+        self.pool, self._lossy = pool, lossy
         self.numbers = metrics.Numbers()
         self.dead = False
         self._settings, self._pace, self._faults, self._sync = settings, pace, faults, sync
@@ -46,6 +48,7 @@ class Engine:
         if self.dead:
             sequence.events.put_nowait(Event(error=DEAD))
             return
+        sequence.lossy = self._lossy
         self._waiting.append(sequence)
         self._gauges()
         self._wake.set()
@@ -98,7 +101,7 @@ class Engine:
             sequence = self._waiting.popleft()
             self._running.append(sequence)
             self._begin(sequence)
-            if "cross_talk" in self._faults:
+            if "swapped_answers" in self._faults or ("cross_talk" in self._faults and sequence.retrieves):
                 self._cross(sequence)
 
     def _ignored(self, sequence: Sequence) -> bool:
@@ -116,7 +119,9 @@ class Engine:
             numbers.observe("request_queue_time_seconds", sequence.scheduled - sequence.arrived)
 
     def _cross(self, sequence: Sequence) -> None:
-        other = next((s for s in self._running if s is not sequence and not s.swapped), None)
+        both = "swapped_answers" in self._faults
+        others = [s for s in self._running if s is not sequence and not s.swapped and (both or s.retrieves)]
+        other = others[0] if others else None
         if other is not None:
             sequence.source, other.source = other.source, sequence.source
             sequence.swapped = other.swapped = True

@@ -24,10 +24,12 @@ name ignore it: the API is the head's alone.
 | rambles | head | after a long prompt the answer never comes to its end |
 | wrong_usage=N | head | usage counts N prompt tokens more than were read |
 | never_scheduled=N | head | prompts of at least N tokens are accepted and wait for ever |
-| garble | head | text comes garbled; also without the fault when the compilation mode is not 0 |
-| cross_talk | head | two requests that run together get each other's answer |
-| cut_tool_args | head | the arguments of a tool call end half way |
-| think_forever | head | reasoning never ends, whatever the request says |
+| garble | head | text comes garbled, with =N after N characters; also without the fault when the compilation mode is not 0 |
+| cross_talk | head | of two requests that run together and ask for a code, each gets the other's |
+| swapped_answers | head | two requests that run together get each other's answer, whatever they ask |
+| lossy=N | any | each N-th token of a text is another one than the most likely; on any rank it spoils the text of all |
+| cut_tool_args | head | the arguments of a tool call end half way, with =N only those of more than N characters |
+| think_forever | head | reasoning never ends, whatever the request says; with =asked only where thinking is on |
 | error_in_stream | head | an error object inside a 200, after a few events; a plain request gets a 500 |
 | truncate_stream | head | streams end without finish reason, usage and [DONE]; =abrupt: also without the last chunk |
 | no_usage | head | no usage is sent |
@@ -86,6 +88,7 @@ def parse(text: str) -> Faults:
         "wrong_model_len",
         "wrong_usage",
         "never_scheduled",
+        "lossy",
     ):
         found.number(name)
     return found

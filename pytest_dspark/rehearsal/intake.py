@@ -8,7 +8,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import answers
@@ -32,7 +32,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Reads bodies for one server. `garbled`: this configuration garbles text; `weights`: a number of the model's bytes."""
+    """Reads bodies for one server. `garbled`: this configuration garbles text; `weights`: a number of the model's bytes;
+    `knows`: what the model has learnt by heart, question by question."""
 
     settings: Settings
     tokenizer: tokens.Tokenizer
@@ -40,6 +41,7 @@ class Intake:
     fingerprint: str
     garbled: bool
     weights: int = 0
+    knows: Mapping[str, str] = field(default_factory=dict)
 
     # --- prompts
 
@@ -86,8 +88,9 @@ class Intake:
         ids = array("I", self.prompt_ids(body) if chat or "messages" not in body else self._plain_ids(body))
         wanted = self._wanted(body, len(ids), chat)
         job_seed = _seed(body, ids)
-        source = sequence.spoken(self._plan(body, ids, job_seed, chat), self.tokenizer, wanted, job_seed)
-        own = sequence.Sequence(ids, wanted, source, job_seed, gone, time.monotonic())
+        plan = self._plan(body, ids, job_seed, chat)
+        source = sequence.spoken(plan, self.tokenizer, wanted, job_seed)
+        own = sequence.Sequence(ids, wanted, source, job_seed, gone, time.monotonic(), retrieves=plan.retrieves)
         return self._described(body, own, chat)
 
     def _described(self, body: Mapping[str, Any], own: sequence.Sequence, chat: bool) -> wire.Job:
@@ -109,9 +112,12 @@ class Intake:
 
     def _plan(self, body: Mapping[str, Any], ids: array[int], seed: int, chat: bool) -> answers.Plan:
         text = self.chat_text(body) if chat else self.tokenizer.decode(ids)
+        turn = answers.turn_of(text) if len(text) < answers.LONG_CHARACTERS else ""
         choice = body.get("tool_choice") or ("auto" if body.get("tools") else "none")
         asked = answers.Asked(
             text=text,
+            turn=turn,
+            known=next((known for question, known in self.knows.items() if question in turn), ""),
             question=answers.question_of(text),
             seed=seed,
             thinking=self.thinking(body) if chat else text.endswith(tokens.SPECIALS[tokens.THINK]),

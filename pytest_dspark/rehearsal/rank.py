@@ -174,7 +174,7 @@ class Rank:
     # --- a worker
 
     async def _work(self) -> int:
-        side = Worker(self._settings, self._argv)
+        side = Worker(self._settings, self._argv, int(self._faults.number("lossy") or 0))
         try:
             await self._load(side)
             await side.follow(self._told, self._takes_part)
@@ -190,7 +190,8 @@ class Rank:
         self._head = Head(self._settings, self._argv)
         with self._listener() as listener:
             pool = await self._load(self._head)
-            engine = Engine(self._settings, pool, self._pace, self._faults, self._sync, self._lead_told)
+            lossy = self._head.lossy or int(self._faults.number("lossy") or 0)
+            engine = Engine(self._settings, pool, self._pace, self._faults, self._sync, self._lead_told, lossy)
             garbled = "garble" in self._faults or self._graphs.compilation != 0
             key = self._settings.api_key or os.environ.get("VLLM_API_KEY", "")
             api = Api(self._settings, engine, self._faults, garbled=garbled, key=key)

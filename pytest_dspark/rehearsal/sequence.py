@@ -14,16 +14,22 @@ import tokens
 ACCEPTANCE = (0.93, 0.88, 0.80, 0.70, 0.60, 0.50, 0.45, 0.40)
 """Chance that a draft position is accepted when those before it were."""
 
+LOST = " of"
+"""What a lossy rank takes instead of the most likely token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token. `kind`: content, reasoning, tool, mark (end of thinking) or eos; `call` numbers tool calls."""
+    """One generated token. `kind`: content, reasoning, tool, mark (end of thinking) or eos; `call` numbers tool calls.
+
+    `instead` is the text that was more likely, where another one was taken."""
 
     number: int
     text: str
     kind: str
     call: int = 0
     name: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,8 @@ class Sequence:
     last: float = 0.0
     done: bool = False
     swapped: bool = False
+    retrieves: bool = False
+    lossy: int = 0
     held: str = ""
     chooser: random.Random = field(init=False)
 
@@ -98,6 +106,8 @@ class Sequence:
         while len(taken) < count and not finish:
             token = next(self.source)
             self.generated += 1
+            if self.lossy and self.generated % self.lossy == 0 and token.kind == "content":
+                token = replace(token, text=LOST, instead=token.text)
             token, reason = self._watched(token)
             taken.append(token)
             finish = self._finish(token, reason)

@@ -80,9 +80,14 @@ class _Sources:
     numbers: list[Any]
 
 
-def filled(schema: Mapping[str, Any], question: str) -> Any:
+def names_in(question: str) -> list[str]:
+    """Proper names, in order."""
+    return [name for name in _NAME.findall(question) if name not in _NOT_NAMES]
+
+
+def filled(schema: Mapping[str, Any], question: str, names: Sequence[str] | None = None) -> Any:
     """A value that meets the schema (type, enum, const, properties, items), taken from the question where it can be."""
-    names = [n for n in _NAME.findall(question) if n not in _NOT_NAMES]
+    names = list(names_in(question) if names is None else names)
     numbers = [json.loads(n) for n in _NUMBER.findall(question)]
     return _fill(schema, "", _Sources(question, pairs(question), names, numbers))
 
@@ -118,7 +123,7 @@ def _scalar(kind: str, name: str, sources: _Sources) -> Any:
 
 
 def called(tools: Sequence[Mapping[str, Any]], choice: Any, question: str) -> tuple[Call, ...]:
-    """The calls for a tool choice of auto, required, none or one named function."""
+    """The calls for a tool choice of auto, required, none or one named function; `both` asks for one a name."""
     functions = [tool["function"] for tool in tools]
     if not functions or choice == "none":
         return ()
@@ -129,7 +134,16 @@ def called(tools: Sequence[Mapping[str, Any]], choice: Any, question: str) -> tu
         best = max(functions, key=lambda function: _nearness(function, question))
         asked = choice == "required" or re.search(r"\b(tool|function)s?\b", question, re.IGNORECASE)
         chosen = [best] if asked or _nearness(best, question) > 0 else []
-    return tuple(Call(f["name"], json.dumps(filled(f.get("parameters") or {}, question))) for f in chosen)
+    calls = [Call(f["name"], json.dumps(filled(f.get("parameters") or {}, question))) for f in chosen]
+    each = (
+        names_in(question)
+        if re.search(r"\bboth\b", question, re.IGNORECASE) and not isinstance(choice, Mapping)
+        else []
+    )
+    if len(chosen) == 1 and len(each) > 1:
+        schema = chosen[0].get("parameters") or {}
+        calls = [Call(chosen[0]["name"], json.dumps(filled(schema, question, [name]))) for name in each]
+    return tuple(calls)
 
 
 def _nearness(function: Mapping[str, Any], question: str) -> int:

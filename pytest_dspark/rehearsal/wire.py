@@ -202,6 +202,15 @@ def _ranked(text: str, count: int, weights: int) -> list[tuple[str, float]]:
     return [(candidate, _logprob(text, rank, weights)) for rank, candidate in enumerate(candidates)]
 
 
+def _own(token: Token, weights: int) -> float:
+    """A token that was taken although another one was more likely is less likely than all that are listed."""
+    return _logprob(_spelled(token), 3 if token.instead else 0, weights)
+
+
+def _likely(token: Token) -> str:
+    return token.instead or _spelled(token)
+
+
 def _bytes(text: str) -> list[int]:
     return list(text.encode("utf-8", "replace"))
 
@@ -210,9 +219,10 @@ def _chat_logprobs(job: Job, made: Iterable[Token]) -> dict[str, Any] | None:
     if job.logprobs is None:
         return None
     content = []
-    for text in map(_spelled, made):
-        top = [{"token": t, "logprob": p, "bytes": _bytes(t)} for t, p in _ranked(text, job.logprobs, job.weights)]
-        own = {"token": text, "logprob": _logprob(text, 0, job.weights), "bytes": _bytes(text)}
+    for token in made:
+        ranked, text = _ranked(_likely(token), job.logprobs, job.weights), _spelled(token)
+        top = [{"token": t, "logprob": p, "bytes": _bytes(t)} for t, p in ranked]
+        own = {"token": text, "logprob": _own(token, job.weights), "bytes": _bytes(text)}
         content.append(own | {"top_logprobs": top if job.logprobs else []})
     return {"content": content}
 
@@ -220,11 +230,12 @@ def _chat_logprobs(job: Job, made: Iterable[Token]) -> dict[str, Any] | None:
 def _text_logprobs(job: Job, made: Iterable[Token]) -> dict[str, Any] | None:
     if job.logprobs is None:
         return None
+    made = list(made)
     texts = list(map(_spelled, made))
     offsets, at = [], 0
     for text in texts:
         offsets.append(at)
         at += len(text)
-    values = [_logprob(text, 0, job.weights) for text in texts]
-    top = [dict(_ranked(text, job.logprobs, job.weights)) for text in texts]
+    values = [_own(token, job.weights) for token in made]
+    top = [dict(_ranked(_likely(token), job.logprobs, job.weights)) for token in made]
     return {"text_offset": offsets, "token_logprobs": values, "tokens": texts, "top_logprobs": top}

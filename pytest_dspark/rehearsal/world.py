@@ -74,6 +74,7 @@ class Head:
         self._complete = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.lines: dict[int, Line] = {}
+        self.lossy = 0
 
     async def meet(self) -> None:
         """Until every rank is there. Raises NotMet for a port that is taken, or after the store's time-out."""
@@ -96,7 +97,7 @@ class Head:
     async def _hello(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             hello = json.loads(await reader.readline())
-            rank, argv = int(hello["rank"]), list(hello["argv"])
+            rank, argv, lossy = int(hello["rank"]), list(hello["argv"]), int(hello.get("lossy") or 0)
         except (ValueError, KeyError, TypeError, OSError):
             writer.close()
             return
@@ -104,6 +105,7 @@ class Head:
             return
         line = Line(reader, writer, rank)
         self.lines[rank] = line
+        self.lossy = self.lossy or lossy
         task = asyncio.create_task(line.listen())
         self._tasks.add(task)
         self._same = getattr(self, "_same", True) and arguments.comparable(argv) == arguments.comparable(self._argv)
@@ -140,15 +142,15 @@ class Head:
 class Worker:
     """Any other rank: joins the head and follows it."""
 
-    def __init__(self, settings: Settings, argv: list[str]) -> None:
-        self._settings, self._argv = settings, argv
+    def __init__(self, settings: Settings, argv: list[str], lossy: int = 0) -> None:
+        self._settings, self._argv, self._lossy = settings, argv, lossy
         self.line: Line | None = None
 
     async def meet(self) -> None:
         """Until the head is there and all ranks have come. Raises NotMet after the store's time-out, Lost."""
         async with asyncio.timeout(STORE_TIMEOUT_S):
             line = self.line = await self._connected()
-        line.say(json.dumps({"rank": self._settings.node_rank, "argv": self._argv}))
+        line.say(json.dumps({"rank": self._settings.node_rank, "argv": self._argv, "lossy": self._lossy}))
         self._listening = asyncio.create_task(line.listen())
         await self.together("world")
 
