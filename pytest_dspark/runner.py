@@ -168,7 +168,7 @@ def held(stage: Any, mark: str, exclusive: bool, on_engine: Callable[[], None]) 
 
 def _cause(stage: Any, case: Case, check: Check, error: DsparkError) -> DsparkError:
     """A request that failed because a rank ended is reported as that rank's end, whatever the socket said."""
-    if check.source == "stage" or isinstance(error, BlockedError):
+    if check.source == "stage" or isinstance(error, BlockedError) or error.code == "NOT_IMPLEMENTED":
         return error
     cause: DsparkError | None = stage.diagnose(case.profile)
     if cause is None or cause.code == error.code:

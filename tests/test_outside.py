@@ -57,6 +57,15 @@ def test_a_program_is_watched_masked_and_ended_with_its_children(tmp_path):
     assert not any(b"61.7" in line for line in lines)
 
 
+def test_what_a_program_leaves_behind_is_ended_too(tmp_path):
+    code = "import subprocess; subprocess.Popen(['sleep', '62.9'])"
+    ended = outside.run([sys.executable, "-c", code], tmp_path / "log", env=outside.environment({}), deadline_s=30)
+    assert ended.code == 0
+    time.sleep(0.1)
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(b"62.9" in line for line in lines)
+
+
 def test_a_deadline_and_a_program_that_is_not_there(tmp_path):
     with pytest.raises(DsparkError, match="deadline") as caught:
         outside.run(["sleep", "60"], tmp_path / "log", env=outside.environment({}), deadline_s=0.1)
@@ -96,9 +105,11 @@ for name in asked["ids"]:
     said = plan["answers"][name]
     if said == "missing":
         continue
-    if said == "error":
+    if said.startswith("error"):
         text = "Error during inference: Error code: 500 - {'error': {'message': 'EngineCore encountered an issue.'}}"
-        results.append({"id": name, "result": text, "traceback": "Traceback (most recent call last): ..."})
+        whole = {"id": name, "result": text, "traceback": "Traceback (most recent call last): ..."}
+        whole = {"id": name, "result": [], "traceback": "..."} if said == "error by traceback" else whole
+        results.append({"id": name, "result": text} if said == "error by text" else whole)
         failing.append({"id": name, "valid": False, "error": ["Invalid syntax."], "error_type": "ast_decoder:decoder_failed"})
         continue
     call = [{"triangle_properties_get": '{"side1": 5}'}]
@@ -154,10 +165,10 @@ def test_bfcl_takes_the_scorers_word_and_the_recipes_floor(tmp_path, endpoint):
     assert category(tmp_path, endpoint, plan)[2].status is Status.NOT_IMPLEMENTED
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_bfcl_a_servers_error_is_never_a_wrong_answer(tmp_path, endpoint, code):
+@pytest.mark.parametrize(("code", "how"), [(0, "error"), (1, "error"), (0, "error by text"), (0, "error by traceback")])
+def test_bfcl_a_servers_error_is_never_a_wrong_answer(tmp_path, endpoint, code, how):
     """N07: half of the calls answer 500. The package's own file says accuracy 0.5; here there is none."""
-    plan = {"answers": {f"multiple_{n}": "error" if n % 2 else "right" for n in range(6)}, "code": code}
+    plan = {"answers": {f"multiple_{n}": how if n % 2 else "right" for n in range(6)}, "code": code}
     rows, found, verdict = category(tmp_path, endpoint, plan, floors={"multiple": 0.1})
     assert list(rows.values()) == ["PASS", "ERROR"] * 3
     assert found.data["infrastructure"]["share"] == 0.5 and found.data["accuracy"] is None
@@ -294,6 +305,8 @@ def test_r0b0bench_passes_only_by_its_report_and_keeps_its_own_doubt(tmp_path, e
         (report(lane("canary"), lane("latency", "PASS", 3), total=3), 0, Status.ERROR),
         (report(lane("canary"), lane("latency", "FAIL", 2), total=2), 0, Status.ERROR),
         (report(*GOOD, total=1), 0, Status.ERROR),
+        (report(lane("canary"), lane("latency", "PASS", 3)), 0, Status.ERROR),
+        (report(lane("canary"), lane("latency", "PASS", None)), 0, Status.ERROR),
         (report(*GOOD, total=None), 0, Status.ERROR),
         (report(lane("canary"), lane("latency", "SKIP")), 0, Status.NOT_IMPLEMENTED),
         (report(lane("canary"), lane("latency", "NOT_IMPLEMENTED")), 0, Status.NOT_IMPLEMENTED),

@@ -118,6 +118,20 @@ def test_one_failed_request_is_an_error_and_the_others_are_asked(parts):
     assert counted(made)["accuracy"] is None
 
 
+@pytest.mark.parametrize(
+    "error", [RequestError("SERVER_LOST", "connection reset"), DsparkError("RANK_EXITED", "rank 1 is exited")]
+)
+def test_one_word_that_the_engine_is_lost_is_enough(parts, error):
+    def ask(question):
+        if question.id == "q-002":
+            raise error
+        return answered(question)
+
+    made = Asker(ask, parts, 1).run(questions(5))
+    assert [str(part.verdict.status) for part in made] == ["PASS", "ERROR", "BLOCKED", "BLOCKED", "BLOCKED"]
+    assert {part.verdict.code for part in made[1:]} == {error.code}
+
+
 def test_failures_in_a_row_end_the_asking(parts):
     asked = []
 
