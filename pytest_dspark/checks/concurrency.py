@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark.checks import Check
 from pytest_dspark.checks.timed import Row, judge_row, measure_row, shape_of
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.load import poisson, staggered, together
 from pytest_dspark.verdict import Finding
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 LEVELS = (1, 2, 4, 6, 8, 12, 16)
 

@@ -7,15 +7,18 @@ model, not of this code. Each answer is stored as it came, so that the judge can
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark.answers import judge_code, judge_json, judge_number
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.gate import canary_prompt, judge_tool, weather_tool
 from pytest_dspark.live import Live
 from pytest_dspark.recipe import Canary
+from pytest_dspark.reply import Reply
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 
 def answer(reply: Reply) -> dict[str, Any]:

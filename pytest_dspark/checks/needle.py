@@ -12,19 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import answers, haystack, prefill, prose
 from pytest_dspark.checks import Check
 from pytest_dspark.checks.correctness import answer
-from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import BlockedError, ConfigError, EndpointError
 from pytest_dspark.haystack import Body, Encode, Prompt, Secret, Template
 from pytest_dspark.live import Live
 from pytest_dspark.metrics import Figure, Metrics, delta
 from pytest_dspark.recipe import Needle, needle_of
+from pytest_dspark.reply import Reply
 from pytest_dspark.tokens import Tokenizer, load_tokenizer
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 CELLS: Final = (25, 50, 90)
 """Shares of the usable window in percent."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark.checks import Check
 from pytest_dspark.checks.timed import Row, canary_step, judge_row, measure_row, shape_of
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.live import Live
 from pytest_dspark.load import PROMPT_CLASSES, Shape, together
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 CANARIES = 5
 

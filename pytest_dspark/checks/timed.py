@@ -13,14 +13,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark.calibration import calibrate, unresolved
-from pytest_dspark.endpoint import Endpoint, Progress
 from pytest_dspark.live import Live
 from pytest_dspark.load import Shape, cache_state, foreign, provable, volley
 from pytest_dspark.timing import quantile, t_interval, wilson
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint, Progress
 
 STABLE = 0.10
 MOST_WARM_UPS = 5
