@@ -73,6 +73,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "id or folder of an earlier run: what it finished is judged again, only the rest is measured",
         },
     ),
+    (
+        "challenge",
+        {
+            "metavar": "TEXT",
+            "help": "make needles, haystacks and sums from this text, which a verifier chose or which was public at a known time",
+        },
+    ),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
 )
 _FLAGS: tuple[tuple[str, str], ...] = (
@@ -112,7 +119,7 @@ def option(config: pytest.Config, name: str) -> str:
 
 
 def options(config: pytest.Config) -> setup.Options:
-    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights")
+    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights", "challenge")
     return setup.Options(root=config.rootpath, **{name: option(config, name) for name in names})
 
 

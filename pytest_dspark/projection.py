@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,10 +19,10 @@ from pytest_dspark import sanitize
 PUBLIC_ROOTS: Final = frozenset("usr bin sbin lib lib64 libexec proc sys dev etc v1 health metrics".split())
 """First folders of paths that are the same everywhere, and of URLs."""
 PLAIN_WORDS: Final = frozenset(
-    "lo none root head worker localhost host hosts unknown endpoint any all default rank test tests suites".split()
+    "lo none root head worker localhost host hosts unknown endpoint any all default rank test tests suites lab rehearsal".split()
 )
 """Names that say nothing of whoever uses them."""
-PSEUDONYM: Final = re.compile(r"(?:host|address|interface|device|user|path|mac|gid|mail|container|value)-\d+")
+PSEUDONYM: Final = re.compile(r"(?:host|address|interface|device|user|path|mac|gid|mail|container|value|cluster)-\d+")
 GID: Final = re.compile(r"(?:[0-9A-Fa-f]{4}:){7}[0-9A-Fa-f]{4}")
 _NAME: Final = r"A-Za-z0-9_"
 _CASELESS: Final = frozenset({"host", "mac", "gid", "address", "mail"})
@@ -109,6 +109,7 @@ class Projector:
     rules: Sequence[Rule] = RULES
     names: dict[tuple[str, str], str] = field(default_factory=dict)
     _words: re.Pattern[str] | None = None
+    _odd: re.Pattern[str] | None = None
     _done: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,9 +118,14 @@ class Projector:
         for word, kind in words.items():
             if kind:
                 self.name(kind, word)
-        if words:
-            ordered = sorted(words, key=len, reverse=True)
-            self._words = re.compile(rf"(?<![{_NAME}])(?:{'|'.join(map(re.escape, ordered))})(?![{_NAME}])")
+        self._words = _any_of(words)
+        self._odd = _any_of(word for word in words if not word.isalpha())
+
+    def fix(self, more: Mapping[str, str]) -> None:
+        """From now on replace these texts by what is given for each."""
+        self.fixed = {**self.fixed, **more}
+        self._done.clear()
+        self.__post_init__()
 
     def name(self, kind: str, original: str) -> str:
         """The pseudonym of a private text; the same for the same text."""
@@ -136,10 +142,15 @@ class Projector:
             found = self._done[text] = self._projected(text)
         return found
 
-    def _projected(self, text: str) -> str:
-        text = sanitize.mask_text(text, self.secrets)
-        if self._words:
-            text = self._words.sub(self._known, text)
+    def source(self, text: str) -> str:
+        """The same for a file that people wrote and share (recipe, profile, suite): a known name that is a plain word, as a
+        host that is called "spark", is left there as the word that it is."""
+        return self._projected(text, self._odd)
+
+    def _projected(self, text: str, words: re.Pattern[str] | None = None) -> str:
+        text, words = sanitize.mask_text(text, self.secrets), words or self._words
+        if words:
+            text = words.sub(self._known, text)
         for rule in self.rules:
             if rule.needs in text:
                 text = rule.pattern.sub(lambda match, rule=rule: self._shaped(rule, match[0]), text)  # type: ignore[misc]
@@ -170,12 +181,13 @@ class Projector:
     def _key(self, key: str) -> str:
         return key if key.isidentifier() and key not in self.known else self.text(key)
 
-    def left(self, text: str) -> Iterator[tuple[str, str]]:
+    def left(self, text: str, *, source: bool = False) -> Iterator[tuple[str, str]]:
         """(rule, what it finds) of everything in a text that should not be there."""
         if sanitize.mask_text(text, self.secrets) != text:
             yield "secret", "***"
-        if self._words:
-            yield from (("known name", match[0]) for match in self._words.finditer(text) if self.known[match[0]])
+        words = self._odd if source else self._words
+        if words:
+            yield from (("known name", match[0]) for match in words.finditer(text))
         for rule in self.rules:
             found = (match[0] for match in rule.pattern.finditer(text)) if rule.needs in text else ()
             yield from ((rule.name, word) for word in found if self._taken(rule, word))
@@ -183,6 +195,13 @@ class Projector:
     def map(self) -> dict[str, str]:
         """Pseudonym -> sha256 of the nonce and the original: who holds the nonce can show what a name was."""
         return {name: commitment(self.nonce, original) for (_, original), name in self.names.items()}
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
+    """Any of the words by itself, the longest first; None for no word, since an empty choice would be found everywhere."""
+    ordered = sorted(words, key=len, reverse=True)
+    edge = rf"{_NAME}-"
+    return re.compile(rf"(?<![{edge}])(?:{'|'.join(map(re.escape, ordered))})(?![{edge}])") if ordered else None
 
 
 def _worth(word: str) -> bool:

@@ -30,6 +30,7 @@ class Options:
     endpoint: str = ""
     model: str = ""
     weights: str = ""
+    challenge: str = ""
 
 
 def folders(root: Path, kind: str) -> list[Path]:
