@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pytest_dspark.audit import rising, same
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.reply import Reply
 from pytest_dspark.timing import quantile, sample_floor
@@ -106,6 +107,19 @@ def _spread(samples: Sequence[float]) -> dict[str, Any]:
         "p99_reason": p99.reason or None,
         "max": max(samples),
     }
+
+
+def audit(found: Mapping[str, Any]) -> Iterator[str]:
+    """What of a stored calibration does not follow from the rest of it."""
+    concurrency = found["concurrency"]
+    each = max(2, math.ceil(EVENTS / concurrency))
+    yield from same("calibration.events", found["events"], each * concurrency)
+    yield from same("calibration.gap_s", found["gap_s"], max(LEAST_GAP_S, min(found["row_gap_s"], MOST_S / each)))
+    for name in ("stamp_error_s", "first_token_error_s"):
+        spread = found[name]
+        yield from rising(f"calibration.{name}", least=0.0, p50=spread["p50"], p99=spread["p99"], max=spread["max"])
+    lateness = found["server_lateness_s"]
+    yield from rising("calibration.server_lateness_s", p50=lateness["p50"], p99=lateness["p99"])
 
 
 def bound(spread: Mapping[str, Any]) -> float:

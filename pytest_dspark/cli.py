@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, doctor, freeze, freezing, setup
+from pytest_dspark import behaviour, doctor, freeze, packs_cli, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_freeze(commands)
     _add_behaviour(commands)
+    packs_cli.add(commands)
     return parser
 
 
@@ -130,6 +131,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _freeze(arguments: argparse.Namespace) -> int:
     """Exit code 0 when manifest and overlay were written."""
+    from pytest_dspark import freezing  # who freezes asks an engine, and needs a client
+
     if arguments.repeats < 2:
         raise ConfigError("USAGE", f"--repeats must be at least 2, found {arguments.repeats}: a spread needs two")
     plan, hosts = _plan(arguments), {host.name: host for host in _hosts(arguments)}

@@ -73,6 +73,7 @@ def _read(case: ElementTree.Element) -> dict[str, str]:
         "problems": str(len(problems)),
         "tag": "" if first is None else first.tag,
         "time": case.get("time", ""),
+        "name": case.get("name", ""),
     }
 
 

@@ -8,6 +8,7 @@ row void, cached tokens make it warm.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pytest_dspark import timing
+from pytest_dspark.audit import near, rising, same
 from pytest_dspark.metrics import Figure, Metrics, delta, restarted
 from pytest_dspark.reply import Reply, RequestError
 
@@ -248,6 +250,7 @@ def server_side(
         "decode_rate_uncorrected": _figure(timing.server_decode_rate_uncorrected(before, after)),
         "prefill_rate": _figure(timing.server_prefill_rate(before, after)),
         "decode_s": _figure(delta(before, after, timing.DECODE_S)),
+        "prefill_s": _figure(delta(before, after, timing.PREFILL_S)),
         "drafts": _figure(delta(before, after, "vllm:spec_decode_num_drafts_total")),
         "accepted_tokens": _figure(delta(before, after, "vllm:spec_decode_num_accepted_tokens_total")),
     }
@@ -260,6 +263,86 @@ def _figure(figure: Figure) -> dict[str, Any]:
 def _both(figure: Figure, samples: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
     ours = [one[key] for one in samples]
     return {"server": _figure(figure), "ours": None if any(value is None for value in ours) else sum(ours)}
+
+
+# --- the figures of a volley, made again
+
+
+def audit(name: str, one: Mapping[str, Any], arrivals: Sequence[float]) -> Iterator[str]:
+    """What of a stored volley does not follow from its raw samples and the server's counters."""
+    samples = one["samples"]
+    yield from same(f"{name}.due_s", [stream["due_s"] for stream in samples], list(arrivals))
+    for number, stream in enumerate(samples):
+        yield from _audit_stream(f"{name}.samples.{number}", stream)
+    made = {"concurrency": in_flight(samples), "output_rate": output_rate(samples), "decode_rate": decode_rate(samples)}
+    yield from same(name, {key: one[key] for key in made}, made)
+    yield from _audit_server(f"{name}.server", one["server"], samples)
+
+
+def _audit_stream(name: str, stream: Mapping[str, Any]) -> Iterator[str]:
+    first, last, events, tokens = (
+        stream[key] for key in ("first_token_s", "last_token_s", "events", "completion_tokens")
+    )
+    times = timing.Timing(first, stream["first_answer_s"], last, stream["end_s"])
+    yield from rising(name, start=0.0, first_token_s=first, first_answer_s=stream["first_answer_s"], last_token_s=last)
+    yield from rising(name, last_token_s=last, end_s=stream["end_s"])
+    yield from rising(name, due=stream["due_s"], sent=stream["due_s"] + stream["wait_s"], lag=math.inf)
+    yield from same(f"{name}.tpot_s", stream["tpot_s"], timing.tpot(times, tokens).value)
+    yield from same(f"{name}.decode_rate", stream["decode_rate"], timing.decode_rate(times, tokens).value)
+    yield from near(
+        f"{name}.tokens_per_event", stream["tokens_per_event"], tokens / events if tokens and events else None
+    )
+    span = last - first if events > 1 else None
+    yield from near(f"{name}.mean_gap_s", stream["mean_gap_s"], span / (events - 1) if span is not None else None)
+    if (
+        span is not None
+        and not stream["mean_gap_s"] <= stream["longest_gap_s"] * (1 + 1e-9) <= span * (1 + 1e-6) + 1e-9
+    ):
+        yield f"{name}.longest_gap_s is {stream['longest_gap_s']!r}, not between the mean gap and the whole"
+    if not 0 <= stream["read_lag_s"] <= stream["end_s"] + stream["wait_s"]:
+        yield f"{name}.read_lag_s is {stream['read_lag_s']!r}, longer than the stream"
+
+
+def _audit_server(name: str, server: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    value = {key: one["value"] for key, one in server.items() if isinstance(one, Mapping) and "value" in one}
+    value |= {key: server[key]["server"]["value"] for key in ("requests", "prompt_tokens", "generation_tokens")}
+    ours: dict[str, int | None] = {"requests": len(samples), "most_in_flight": in_flight(samples, SLACK_S)}
+    ours |= {
+        key: _summed(samples, one)
+        for key, one in (("prompt_tokens", "prompt_tokens"), ("generation_tokens", "completion_tokens"))
+    }
+    for key, made in ours.items():
+        yield from same(f"{name}.{key}.ours", server[key]["ours"], made)
+    spoken = (
+        None
+        if None in (value["generation_tokens"], value["requests"])
+        else value["generation_tokens"] - value["requests"]
+    )
+    yield from near(f"{name}.decode_rate", value["decode_rate"], _quotient(spoken, value["decode_s"]))
+    yield from near(
+        f"{name}.decode_rate_uncorrected",
+        value["decode_rate_uncorrected"],
+        _quotient(value["generation_tokens"], value["decode_s"]),
+    )
+    yield from near(
+        f"{name}.prefill_rate", value["prefill_rate"], _quotient(value["prompt_tokens"], value["prefill_s"])
+    )
+    cached = [stream["cached_tokens"] for stream in samples if stream["cached_tokens"] is not None]
+    if value["prefix_hits"] == 0 and any(cached):
+        yield f"{name}.prefix_hits is 0, and cached_tokens of the streams are {cached}"
+    if value["accepted_tokens"] is not None and not 0 <= value["accepted_tokens"] <= (
+        value["generation_tokens"] or math.inf
+    ):
+        yield f"{name}.accepted_tokens is {value['accepted_tokens']}, more than were generated"
+
+
+def _summed(samples: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    found = [one[key] for one in samples]
+    return None if any(value is None for value in found) else sum(found)
+
+
+def _quotient(amount: float | None, over: float | None) -> float | None:
+    return amount / over if amount is not None and amount > 0 and over is not None and over > 0 else None
 
 
 # --- judging a volley

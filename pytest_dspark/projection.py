@@ -98,7 +98,8 @@ RULES: Final = tuple(
 
 @dataclass(slots=True)
 class Projector:
-    """Projects texts of one run. `known` maps private texts of this run to their kind, `plain` are texts that stay as they
+    """Projects texts of one run. A private name that looks like a pseudonym (`host-1`) stays what it is, and is given to
+    nobody else (`alike`). `known` maps private texts of this run to their kind, `plain` are texts that stay as they
     are (versions, paths that the recipe itself names), `fixed` are replacements that were chosen by the caller."""
 
     nonce: bytes
@@ -108,11 +109,13 @@ class Projector:
     fixed: Mapping[str, str] = field(default_factory=dict)
     rules: Sequence[Rule] = RULES
     names: dict[tuple[str, str], str] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)
     _words: re.Pattern[str] | None = None
     _odd: re.Pattern[str] | None = None
     _done: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.alike |= {word for word in self.known if PSEUDONYM.fullmatch(word)}
         words = {word: kind for word, kind in self.known.items() if _worth(word)} | dict.fromkeys(self.fixed, "")
         self.known = words
         for word, kind in words.items():
@@ -131,8 +134,10 @@ class Projector:
         """The pseudonym of a private text; the same for the same text."""
         key = kind, original.lower() if kind in _CASELESS else original
         if key not in self.names:
-            count = sum(1 for other, _ in self.names if other == kind)
-            self.names[key] = f"{kind}-{count + 1}"
+            count = 1 + sum(1 for other, _ in self.names if other == kind)
+            while f"{kind}-{count}" in self.alike or f"{kind}-{count}" in self.names.values():
+                count += 1
+            self.names[key] = f"{kind}-{count}"
         return self.names[key]
 
     def text(self, text: str) -> str:
@@ -205,7 +210,8 @@ def _any_of(words: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _worth(word: str) -> bool:
-    return len(word) > 1 and not word.isdigit() and word.lower() not in PLAIN_WORDS
+    plain = word.isdigit() or word.lower() in PLAIN_WORDS or PSEUDONYM.fullmatch(word)
+    return len(word) > 1 and not plain
 
 
 def commitment(nonce: bytes, original: str | bytes) -> str:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from pytest_dspark import identities, junit, ledger, pack, page, projection, provenance, statement
+from pytest_dspark import identities, junit, ledger, option2, pack, page, projection, provenance, statement
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
-from pytest_dspark.pack import PAGE, STATEMENT, SUMS, Pack, PackError
+from pytest_dspark.pack import OPTION2, PAGE, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.plan import Plan
 from pytest_dspark.projection import Projector
 from pytest_dspark.sanitize import mask_text
@@ -409,6 +409,9 @@ def _derive(target: Path) -> None:
     """PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)
+    if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
+        parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
+        _put(target / OPTION2, option2.page(*parts).encode())
     sums = sums_of(target)
     _put(target / PAGE, page.page(made, answer, sums).encode())
     sums = sums_of(target)

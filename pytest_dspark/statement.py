@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pytest_dspark.acceptance import Outcome
@@ -114,8 +114,3 @@ def _ours(pack: Pack, answer: Outcome) -> dict[str, Any]:
         "ledger": pack.run["ledger"],
         "counts": dict(answer.counts),
     }
-
-
-def same_image(statements: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all statements are about the same subjects."""
-    return all(statement["subject"] == statements[0]["subject"] for statement in statements)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_dspark.audit import Audit, nothing
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.verdict import Finding, Verdict
 
@@ -20,13 +21,15 @@ from pytest_dspark.verdict import Finding, Verdict
 class Check:
     """One check. `source` is `endpoint` for what asks the engine, `stage` for what looks at its launch, gate or end.
 
-    `exclusive` checks time something and hold the engine alone; the others share it.
+    `exclusive` checks time something and hold the engine alone; the others share it. `audit` makes again what a stored
+    finding derives from itself and from the recipe.
     """
 
     measure: Callable[..., Finding]
     judge: Callable[[Finding, Mapping[str, Any]], Verdict]
     source: str = "endpoint"
     exclusive: bool = False
+    audit: Audit = nothing
 
 
 def resolve(check_id: str) -> Check:
