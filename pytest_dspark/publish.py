@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from pytest_dspark import identities, junit, ledger, option2, pack, page, projection, provenance, statement
+from pytest_dspark import identities, junit, ledger, option2, pack, page, projection, provenance, statement, verify
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
 from pytest_dspark.pack import OPTION2, PAGE, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.plan import Plan
@@ -137,6 +137,7 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
     _derive(target)
     _search(target, made)
+    _verified(target)
 
 
 # --- the projector of a run
@@ -418,6 +419,13 @@ def _derive(target: Path) -> None:
     _put(target / SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())).encode())
     if not statement.unproven(made):
         _tell(target / STATEMENT, statement.build(made, answer, sums))
+
+
+def _verified(target: Path) -> None:
+    """What is published can be verified, but for a statement that there cannot be. Raises Refused."""
+    problems = [one for one in verify.examine(target).problems if not one.text.startswith("there is no statement")]
+    if problems:
+        raise Refused(f"what would be published does not verify: {problems[0]}")
 
 
 def sums_of(target: Path) -> dict[str, str]:

@@ -147,11 +147,13 @@ def examine(folder: Path, *, allowed_signers: Path | None = None) -> Report:
         return Report(tuple(problems))
     sums = sums_of(folder)
     problems += _sums(folder, sums)
+    if problems:
+        return Report(tuple(problems))
     signed, signers, unsigned = _signatures(folder, allowed_signers)
     problems += signed
     try:
         found = pack.load(folder)
-        problems += [problem for examiner in EXAMINERS for problem in _examined(examiner, found)]
+        problems += contents(found)
         problems += _derived(found, sums)
         answer = pack.answer(found)
     except PackError as error:
@@ -166,6 +168,11 @@ def examine(folder: Path, *, allowed_signers: Path | None = None) -> Report:
     counts = {"files": len(sums), "rows": len(found.rows)}
     claimed = (*unsigned, *claims(found))
     return Report(tuple(dict.fromkeys(problems)), claimed, signers, counts, answer.accepted, answer.publishable)
+
+
+def contents(found: Pack) -> list[Problem]:
+    """What of a pack's contents does not follow from the rest of it."""
+    return [problem for examiner in EXAMINERS for problem in _examined(examiner, found)]
 
 
 def _examined(examiner: Examiner, found: Pack) -> Iterator[Problem]:
@@ -720,7 +727,7 @@ def _option2(found: Pack, answer: Outcome, *, proven: bool) -> Iterator[Problem]
 def claims(found: Pack) -> Iterator[str]:
     """What the pack says and nothing in it shows."""
     yield "that the engine answered what the findings hold, in the times that they hold"
-    yield "that no run was made under another evidence root"
+    yield "that no run was made under another evidence root, or taken out of the ledger with all that came after it written anew"
     if not _comparable(found):
         yield f"the suites and the code of pytest-dspark {found.versions['pytest_dspark']} commit {found.versions['commit']}, since others verify"
     elif found.versions["changes"]:
