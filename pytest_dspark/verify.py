@@ -28,9 +28,23 @@ from pytest_dspark.verdict import Finding, Status
 UNMEASURED: Final = frozenset({"ERROR", "BLOCKED", "CAPACITY", "NOT_IMPLEMENTED"})
 CLAIMED: Final = (
     (
-        "repeats.samples.(end_s|at_s|due_s|wait_s|read_lag_s|longest_gap_s|events|first_answer_s)",
-        "times of one stream by the client's clock, where no other figure is made of them",
+        r"repeats\.samples\.(at_s|wait_s|end_s)|timing\.end_s",
+        "when single streams were sent and ended, within what other figures allow",
     ),
+    (
+        r"(cases\.)?reply\.(prompt_tokens|completion_tokens)",
+        "the tokens that the server counted of untimed answers, within their budgets",
+    ),
+    (
+        r"(needles|decoys)\.(offset|tokens)",
+        "the exact place of a needle beside the share of the prompt that was asked for",
+    ),
+    (r"calibration\.(server_lateness_s\.p99|stamp_error_s\.max)", "the extremes of the client's calibration"),
+    (r"(canary\.(before|after)|steps)\.events", "the events of a canary step"),
+    (r"warm_up\.(rates|seconds)", "how a row was warmed up"),
+    (r"repeats\.server\.preemptions\.value", "preemptions that the server counted"),
+    (r"phases\.elapsed_s", "how long each phase of the launch took"),
+    (r"progress\.looks", "how often a prefill was looked at"),
 )
 """Numbers of a finding that nothing else in a pack shows: pattern of the leaf, and what it is."""
 _TEXTS: Final = (
@@ -443,6 +457,27 @@ def _optional(path: Path) -> Any:
     return pack.table(path) if path.is_file() else None
 
 
+def _needles(found: Pack) -> Iterator[Problem]:
+    """All cells of a profile were asked of one engine: one window, one pool, one template."""
+    for mark in found.plans:
+        cells = [
+            row["finding"]
+            for row in found.tests
+            if row["profile"] == mark and row["lane"] == "needle" and row["finding"]
+        ]
+        for cell in cells[1:]:
+            keys = [
+                key for key in ("window", "pool_tokens", "pool_source", "template") if key in cell and key in cells[0]
+            ]
+            yield from _told(
+                "rows.jsonl", f"{mark}/needle", {key: cell[key] for key in keys}, {key: cells[0][key] for key in keys}
+            )
+        pool = found.run["profiles"][mark].get("kv_cache_size_tokens")
+        for cell in cells:
+            if cell["pool_source"] == "engine log" and cell["pool_tokens"] != pool:
+                yield Problem("rows.jsonl", f"{mark}/needle: pool_tokens is {cell['pool_tokens']}, the logs say {pool}")
+
+
 def _told(file: str, name: str, value: Any, expected: Any) -> Iterator[Problem]:
     yield from (Problem(file, why) for why in same(name, value, expected))
 
@@ -674,6 +709,7 @@ def _sanitizer(found: Pack) -> Iterator[Problem]:
 
 Examiner = Callable[[Pack], Iterator[Problem]]
 EXAMINERS: Final[Sequence[Examiner]] = (
+    _needles,
     *(
         _schema,
         _verdicts,
@@ -727,6 +763,7 @@ def _option2(found: Pack, answer: Outcome, *, proven: bool) -> Iterator[Problem]
 def claims(found: Pack) -> Iterator[str]:
     """What the pack says and nothing in it shows."""
     yield "that the engine answered what the findings hold, in the times that they hold"
+    yield f"numbers that stand alone ({', '.join(what for _, what in CLAIMED)})"
     yield "that no run was made under another evidence root, or taken out of the ledger with all that came after it written anew"
     if not _comparable(found):
         yield f"the suites and the code of pytest-dspark {found.versions['pytest_dspark']} commit {found.versions['commit']}, since others verify"
