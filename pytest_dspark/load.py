@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 0.5
 SETTLE_S = 5.0
+CLOCK_S = 0.05  # between the kernel's stamp of a packet and our clock
 SLACK_S = 0.25  # a server may count a request as running for a moment after its last byte
 PROMPT_CLASSES: Mapping[str, str] = {
     "prose": "Tell a long story about a lighthouse and the people who kept it.",
@@ -299,7 +300,7 @@ def _audit_stream(name: str, stream: Mapping[str, Any]) -> Iterator[str]:
         and not stream["mean_gap_s"] <= stream["longest_gap_s"] * (1 + 1e-9) <= span * (1 + 1e-6) + 1e-9
     ):
         yield f"{name}.longest_gap_s is {stream['longest_gap_s']!r}, not between the mean gap and the whole"
-    if not 0 <= stream["read_lag_s"] <= stream["end_s"] + stream["wait_s"]:
+    if not -CLOCK_S <= stream["read_lag_s"] <= stream["end_s"] + stream["wait_s"] + CLOCK_S:
         yield f"{name}.read_lag_s is {stream['read_lag_s']!r}, longer than the stream"
 
 
@@ -327,13 +328,6 @@ def _audit_server(name: str, server: Mapping[str, Any], samples: Sequence[Mappin
     yield from near(
         f"{name}.prefill_rate", value["prefill_rate"], _quotient(value["prompt_tokens"], value["prefill_s"])
     )
-    cached = [stream["cached_tokens"] for stream in samples if stream["cached_tokens"] is not None]
-    if value["prefix_hits"] == 0 and any(cached):
-        yield f"{name}.prefix_hits is 0, and cached_tokens of the streams are {cached}"
-    if value["accepted_tokens"] is not None and not 0 <= value["accepted_tokens"] <= (
-        value["generation_tokens"] or math.inf
-    ):
-        yield f"{name}.accepted_tokens is {value['accepted_tokens']}, more than were generated"
 
 
 def _summed(samples: Sequence[Mapping[str, Any]], key: str) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_dspark.audit import same
 from pytest_dspark.checks import Check
-from pytest_dspark.checks.timed import Row, audit_row, audit_steps, canary_step, judge_row, measure_row, shape_of
+from pytest_dspark.checks.timed import Row, audit_row, canary_step, judge_row, measure_row, shape_of
 from pytest_dspark.live import Live
 from pytest_dspark.load import PROMPT_CLASSES, Shape, together
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
@@ -60,7 +60,6 @@ def _audit_canaries(finding: Finding, settings: Mapping[str, Any]) -> Iterator[s
     told = [step["step_s"] for step in finding.data["steps"] if step["step_s"]]
     yield from same("asked", finding.data["asked"], settings["canary_tokens"])
     yield from same("steps", len(finding.data["steps"]), CANARIES)
-    yield from audit_steps(finding.data["steps"], settings)
     yield from same("spread", finding.data["spread"], max(told) / min(told) - 1 if len(told) == CANARIES else None)
 
 

@@ -347,7 +347,6 @@ def _audit_around(data: Mapping[str, Any], settings: Mapping[str, Any]) -> Itera
     if not 1 <= len(rates) <= MOST_WARM_UPS:
         yield f"warm_up.rates are {len(rates)}"
     yield from same("canary.drift", canary["drift"], drift(canary["before"], canary["after"]))
-    yield from audit_steps((canary["before"], canary["after"]), settings)
     yield from calibration_audit(calibration)
     ends = [max(s["at_s"] + s["end_s"] for s in one["samples"]) for one in data["repeats"]]
     starts = [min(s["at_s"] for s in one["samples"]) for one in data["repeats"]]
@@ -356,14 +355,6 @@ def _audit_around(data: Mapping[str, Any], settings: Mapping[str, Any]) -> Itera
             yield f"repeats.{number + 1} begins before repeats.{number} has ended"
     for one in data["repeats"]:
         yield from _audit_arrivals(one["samples"])
-
-
-def audit_steps(steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Canary steps of the asked length, with an event or none a token."""
-    for step in steps:
-        yield from same("canary.tokens", step["tokens"], settings["canary_tokens"])
-        if not 0 < step["events"] <= settings["canary_tokens"]:
-            yield f"canary.events is {step['events']}, of {settings['canary_tokens']} tokens"
 
 
 def _audit_arrivals(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
