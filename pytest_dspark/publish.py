@@ -135,8 +135,8 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _junit(source, target, made)
     _tell(target / "sources.json", {"schema": 1, "files": sources})
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
-    _derive(target)
     _answers(target, source)
+    _derive(target)
     _search(target, made)
     _verified(target)
 
@@ -412,8 +412,6 @@ def _derive(target: Path) -> None:
     """PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)
-    _tell(target / "run.json", {**made.run, **answer.as_json()})
-    made = _loaded(target)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
         _put(target / OPTION2, option2.page(*parts).encode())
@@ -426,8 +424,10 @@ def _derive(target: Path) -> None:
 
 
 def _answers(target: Path, source: Source) -> None:
-    """What is published says of the run what the run says of itself. Raises Refused."""
-    told = _read(target / "run.json")
+    """run.json with the answer that the published rows give. Raises Refused if that is not the run's own."""
+    made = _loaded(target)
+    told = {**made.run, **pack.answer(made).as_json()}
+    _tell(target / "run.json", told)
     for key in ("accepted", "requirements_met", "publishable", "counts"):
         if told[key] != source.about[key]:
             raise Refused(f"{key} would be {told[key]}, the run says {source.about[key]}")

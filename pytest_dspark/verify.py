@@ -219,11 +219,10 @@ def _sums(folder: Path, sums: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(SUMS, f"cannot be read: {error}")
         return
     listed = {line[66:]: line[:64] for line in lines[:-1]}
-    yield from _listed(SUMS, listed, sums)
+    stated = _configuration(folder) if (folder / STATEMENT).is_file() else listed
+    yield from _listed(listed, stated, sums)
     if lines != [*(f"{value}  {name}" for name, value in sorted(listed.items())), ""]:
         yield Problem(SUMS, "is not written as we write it")
-    if (folder / STATEMENT).is_file():
-        yield from _listed(STATEMENT, _configuration(folder), sums)
 
 
 def _configuration(folder: Path) -> dict[str, str]:
@@ -234,14 +233,20 @@ def _configuration(folder: Path) -> dict[str, str]:
         return {}
 
 
-def _listed(where: str, listed: Mapping[str, str], sums: Mapping[str, str]) -> Iterator[Problem]:
-    for name in sorted(listed.keys() | sums.keys()):
-        if name not in sums:
-            yield Problem(name, f"is not there, {where} lists it")
-        elif name not in listed:
-            yield Problem(name, f"is not listed in {where}")
-        elif listed[name] != sums[name]:
-            yield Problem(name, f"was changed: its sha256 is not the one in {where}")
+def _listed(listed: Mapping[str, str], stated: Mapping[str, str], sums: Mapping[str, str]) -> Iterator[Problem]:
+    """Of three that must agree the one that does not is named: the file, SHA256SUMS or the statement."""
+    for name in sorted(listed.keys() | stated.keys() | sums.keys()):
+        one, other, found = listed.get(name), stated.get(name), sums.get(name)
+        if found == other != one:
+            yield Problem(SUMS, f"does not list {name} as it is")
+        elif found == one != other:
+            yield Problem(STATEMENT, f"does not list {name} as it is")
+        elif found is None:
+            yield Problem(name, "is not there, although it is listed")
+        elif one is None:
+            yield Problem(name, "is not listed")
+        elif found != one:
+            yield Problem(name, "was changed: its sha256 is another")
 
 
 def _signatures(folder: Path, allowed: Path | None) -> tuple[list[Problem], tuple[str, ...], tuple[str, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -453,7 +452,7 @@ def test_no_signature_where_keys_are_given_is_not_verified(copy, tmp_path):
 
 def test_an_encrypted_key_is_never_asked_for_without_a_terminal_and_works_in_an_agent(copy, tmp_path, monkeypatch):
     key = _key(tmp_path, "locked", "a passphrase")
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr("sys.stdin", StringIO())
     with pytest.raises(DsparkError, match="ssh-keygen did not sign"):
         signing.sign(copy, key)
     assert signing.signatures(copy) == []
