@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, datasets, doctor, freeze, freezing, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, freezing, packs_cli, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_freeze(commands)
     _add_behaviour(commands)
     _add_data(commands)
+    packs_cli.add(commands)
     return parser
 
 
@@ -156,6 +157,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _freeze(arguments: argparse.Namespace) -> int:
     """Exit code 0 when manifest and overlay were written."""
+
     if arguments.repeats < 2:
         raise ConfigError("USAGE", f"--repeats must be at least 2, found {arguments.repeats}: a spread needs two")
     plan, hosts = _plan(arguments), {host.name: host for host in _hosts(arguments)}

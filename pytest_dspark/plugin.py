@@ -88,6 +88,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("r0b0bench", {"metavar": "COMMAND", "help": "the r0b0bench command (default: r0b0bench, if it is on the PATH)"}),
+    (
+        "challenge",
+        {
+            "metavar": "TEXT",
+            "help": "make needles, haystacks and sums from this text, which a verifier chose or which was public at a known time",
+        },
+    ),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
 )
 _FLAGS: tuple[tuple[str, str], ...] = (
@@ -127,7 +134,7 @@ def option(config: pytest.Config, name: str) -> str:
 
 
 def options(config: pytest.Config) -> setup.Options:
-    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights", "data", "bfcl", "r0b0bench")
+    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights", "data", "bfcl", "r0b0bench", "challenge")
     return setup.Options(root=config.rootpath, **{name: option(config, name) for name in names})
 
 

@@ -40,7 +40,9 @@ SHAPES: Final = tuple(
         # A password in any URL; in a web address the user alone may be a token. `ssh://user@host` holds no secret.
         r"(?i)(\bhttps?://)[^\s/?#@'\"<>]{1,512}(?=@)",
         r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/?#@:'\"<>]{0,100}:)[^\s/?#@'\"<>]{1,512}(?=@)",
-        r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[A-Za-z0-9+/=\s:,\\-]{0,20000}",
+        # Up to its end line, so that it does not eat half of a name after it; to the last fitting character without one.
+        r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----"
+        r"(?:[A-Za-z0-9+/=\s:,\\-]{0,20000}?-----END [A-Z ]{0,40}PRIVATE KEY-----|[A-Za-z0-9+/=\s:,\\-]{0,20000})",
         # A flag inside a shell string or a message; it may take a few values.
         r"(--(?:[A-Za-z0-9]{1,20}[_-]){0,5}(?:api[_-]?keys?|token|password|passwd|secret)(?:=|[ \t]{1,8})['\"]?)"
         r"(?!\*\*\*)[^\s'\"-][^\s'\"]{0,4096}(?:['\"]?[ \t]{1,8}['\"]?[^\s'\"\\-][^\s'\"]{0,4096}){0,3}",

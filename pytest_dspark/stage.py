@@ -413,8 +413,13 @@ class Stage:
         """Begin to read the hosts of the engine."""
         brake = partial(self._brake, session, session.engine)
         brakes = session.plan.recipe.brakes
-        session.vitals = Vitals(session.hosts, brakes, on_crossing=brake, say=session.say)
+        record = partial(self._note_reading, session.mark)
+        session.vitals = Vitals(session.hosts, brakes, on_crossing=brake, say=session.say, record=record)
         session.vitals.start()
+
+    def _note_reading(self, mark: str, host: str, found: Readings) -> None:
+        with suppress(OSError):  # a full disk: the brakes work on
+            self._run.note(f"{mark}/readings.jsonl", {"at": utc_now(), "host": host, **found.as_json()})
 
     def _end_vitals(self, session: Session) -> None:
         if session.vitals is not None:

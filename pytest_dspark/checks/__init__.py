@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_dspark.audit import Audit, nothing
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.parts import Judge, Part
 from pytest_dspark.verdict import Finding, Verdict
@@ -23,7 +24,7 @@ class Check:
 
     `exclusive` checks time something and hold the engine alone; the others share it. A check with `judge_part` gives each of
     its questions a row: `measure` also gets `parts`, and `recount` makes its finding's counts anew from the judged
-    questions.
+    questions. `audit` makes again what a stored finding derives from itself and from the recipe.
     """
 
     measure: Callable[..., Finding]
@@ -32,6 +33,7 @@ class Check:
     exclusive: bool = False
     judge_part: Judge | None = None
     recount: Callable[[Mapping[str, Any], Sequence[Part]], Mapping[str, Any]] | None = None
+    audit: Audit = nothing
 
 
 def resolve(check_id: str) -> Check:
