@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark.asking import level_of, needed
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.live import Live
 from pytest_dspark.parts import Part, Parts
@@ -17,6 +16,9 @@ from pytest_dspark.proportion import share, shown
 from pytest_dspark.questions import Question
 from pytest_dspark.tally import above_floor, ask_set, counted, judge_part, unfinished
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 LEVELS: Final = 5
 SEED: Final = 1

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import prose
 from pytest_dspark.answers import judge_json
 from pytest_dspark.asking import answer, ask, ask_with_tools, section, token_limit
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.gate import weather_tool
 from pytest_dspark.live import Live
 from pytest_dspark.strictjson import loads
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 WEATHER: Final = weather_tool("get_weather")
 CLOCK: Final[dict[str, Any]] = {

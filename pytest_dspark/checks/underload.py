@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark import divergence
 from pytest_dspark.answers import codes_in, final_answer, judge_code, shape_of
@@ -28,7 +28,6 @@ from pytest_dspark.asking import (
 )
 from pytest_dspark.checks import Check
 from pytest_dspark.divergence import Parting, losers, parting, tokens_of
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.garble import garbled
 from pytest_dspark.haystack import new_code, new_nonce
@@ -37,6 +36,9 @@ from pytest_dspark.metrics import Figure, Metrics, delta
 from pytest_dspark.proportion import share, shown
 from pytest_dspark.reply import RequestError
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 FIRST_CHURN_S = 0.01
 
