@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from pytest_dspark import identities, junit, ledger, option2, pack, page, projection, provenance, statement, verify
+from pytest_dspark import (
+    identities,
+    junit,
+    ledger,
+    option2,
+    pack,
+    page,
+    projection,
+    provenance,
+    statement,
+    tables,
+    verify,
+)
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
 from pytest_dspark.pack import OPTION2, PAGE, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.plan import Plan
@@ -457,12 +469,20 @@ def _search(target: Path, made: Projector) -> None:
     for name in pack.files_of(target):
         if _sha256(target / name) in shipped:
             continue
-        text = (target / name).read_text(encoding="utf-8")
-        source = name.startswith("inputs/")
-        parts = _leaves(name, text) if name.endswith((".json", ".jsonl")) else text.split("\n")
+        source, text = name.startswith("inputs/"), (target / name).read_text(encoding="utf-8")
+        parts = _parts(name, text)
         found = next((hit for part in parts for hit in made.left(part, source=source)), None)
         if found:
             raise Refused(f"{name}: something private would come out ({found[0]})")
+
+
+def _parts(name: str, text: str) -> Iterable[str]:
+    """The texts of a file as its reader sees them, without what its format puts before quotes and stars."""
+    if name.endswith((".json", ".jsonl")):
+        return _leaves(name, text)
+    if name.endswith(".xml"):
+        return (part for one in ElementTree.fromstring(text).iter() for part in (one.text or "", *one.attrib.values()))
+    return (tables.unescaped(text) if name.endswith(".md") else text).split("\n")
 
 
 def _leaves(name: str, text: str) -> Iterator[str]:
