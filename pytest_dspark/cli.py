@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, datasets, doctor, freeze, freezing, packs_cli, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -157,6 +157,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _freeze(arguments: argparse.Namespace) -> int:
     """Exit code 0 when manifest and overlay were written."""
+    from pytest_dspark import freezing  # who freezes asks an engine, and needs a client
 
     if arguments.repeats < 2:
         raise ConfigError("USAGE", f"--repeats must be at least 2, found {arguments.repeats}: a spread needs two")
