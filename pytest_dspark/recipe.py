@@ -159,6 +159,16 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Seconds after which a silence is a sign that the engine is lost: of a host or the fabric, of the API, and of counters
+    that stand still although requests run. A verdict needs a second sign (signs.py)."""
+
+    gone_s: float = 8.0
+    api_s: float = 5.0
+    wedge_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
 class Brakes:
     """When a running check is ended before its host dies; None is no brake. GiB of MemAvailable, and °C."""
 
@@ -331,6 +341,7 @@ class Recipe:
     canaries: tuple[Canary, ...]
     launch: Launch
     brakes: Brakes
+    watch: Watch
     compilation: str
     checks: Mapping[str, Mapping[str, Any]]
 
@@ -446,6 +457,7 @@ _TOP_KEYS = frozenset(
         "canary",
         "launch",
         "brakes",
+        "watch",
         "compilation",
         "checks",
     ]
@@ -485,6 +497,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         canaries=tuple(_canary(table, f"{where}: canary {n}") for n, table in enumerate(data.get("canary", ()), 1)),
         launch=_build(Launch, data.get("launch", {}), f"{where}: launch"),
         brakes=_brakes(_table(data, "brakes", where), f"{where}: brakes"),
+        watch=_watch(_table(data, "watch", where), f"{where}: watch"),
         compilation=data.get("compilation", ""),
         checks=data.get("checks", {}),
     )
@@ -553,6 +566,13 @@ def _like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
+
+
+def _watch(table: Mapping[str, Any], where: str) -> Watch:
+    for key, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 3600:
+            raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be seconds from 0.5 to 3600, found {value!r}")
+    return _build(Watch, table, where)
 
 
 def _brakes(table: Mapping[str, Any], where: str) -> Brakes:

@@ -22,7 +22,7 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     result = finding.data["result"]
     if not finding.data["launched"] or not result:
         return Verdict(Status.BLOCKED, "BLOCKED", "nothing was launched, so nothing could be stopped")
-    left = [f"{item['host']}: {item['name']} {item['id']} ({item['status']})" for item in result["left_behind"]]
+    left = [_named(item) for item in result["left_behind"]]
     left += [f"{item['host']}: port {item['port']} held by {item['owner']}" for item in result["ports_taken"]]
     left += result["problems"]
     memory = result.get("gpu_memory", ())
@@ -31,6 +31,11 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
         return Verdict(Status.ERROR, "LEFT_BEHIND", "; ".join(left))
     unseen = dict.fromkeys(row["reason"] for row in memory if row["before"] is None)
     return Verdict(Status.PASS, "", "; ".join(f"not observable: GPU memory: {reason}" for reason in unseen))
+
+
+def _named(item: Mapping[str, Any]) -> str:
+    then = f"; type: {item['command']}" if "command" in item else ""
+    return f"{item['host']}: {item['name']} {item['id']} ({item['status']}{then})"
 
 
 CHECKS = {"": Check(measure, judge, "stage")}
