@@ -22,10 +22,10 @@ from pytest_dspark.signs import ApiSigns, Patience, RankSigns, judge
 
 LOOK_S = 0.5
 LINK_S = 2.0
-API_S = 1.0
+API_S = 2.0
 METRICS_S = 5.0
 # While something is timed the server is asked seldom: its counters are 56 kB, which take some of its time.
-TIMED_API_S = 5.0
+TIMED_API_S = 10.0
 TIMED_S = 30.0
 # A call that takes longer than this is a silence that began with the call.
 SLOW_S = 1.5
