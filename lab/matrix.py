@@ -58,7 +58,6 @@ class Row:
     memory: str = ""
     launch: Mapping[str, float] = field(default_factory=dict)
     port: int = 22
-    alone: bool = False
     full_disk: bool = False
 
     @property
@@ -557,7 +556,7 @@ def _reach(row: Row, session: Session, place: Place) -> None:
     real = place.where == "real"
     if row.phase == "loading" and row.do:
         session.wait_for("starting rank 0", 60)
-        time.sleep(6.0 if real else 2.0)
+        time.sleep((0.5 if row.do[0].startswith("pause") else 6.0) if real else 2.0)
     if row.phase not in ("idle", "stream"):
         return
     session.wait_until(lambda: (place.folder / "idle").exists(), 300 if real else 60, "the session was not idle")
@@ -619,3 +618,98 @@ def _cleaned(row: Row, session: Session, place: Place, result: Result) -> None:
         place.stop_run(run)
     assert not place.left(), f"left behind after {row.clean}: {place.left()}"
     result.clean_s = round(time.monotonic() - begin, 1)
+
+
+# --- what is written of it
+
+HEAD = """# Faults: what is said, and within which time
+
+Generated from `lab/faults.toml` by `python lab/matrix.py doc`; a test holds both together. `make faults` executes every row of
+*rehearsal* (two emulated ranks as processes) and *emulated* (the emulated rank in Docker on the two lab hosts, over real ssh),
+`make lab-full` those of *real* (vLLM on CPU on the same hosts).
+
+After each row: the code was said within its time, the check that was asking carries it (or is BLOCKED and names it, if nobody
+was asking yet), no model was blamed, every row that was written before parses, JUnit is well-formed, pytest's exit code is the
+stated one, and both hosts are empty: by the session itself, by the next session on that machine (*next*), or by `dspark stop` once
+the hosts are up again (*stop*). *survived* means that every check passed. Times are limits in seconds from the fault: until it is
+said, and until the session has ended; of *real* they may be three times as long.
+
+**What decides.** An exit, a restart, an end for memory are facts, told by the Docker engine or the kernel. Silence is not: a
+verdict needs two signs that do not follow from each other (`pytest_dspark/signs.py`), after the recipe's `[watch]` times.
+
+| code | first sign | and |
+|---|---|---|
+| RANK_EXITED, OOM_KILLED, RANK_RESTARTED, PROCESS_LOST | the state of a rank | - |
+| ENGINE_DEAD | a rank's log says that the engine died | the head ended with code 0, or /health is 5xx |
+| FABRIC_LOST | an interface has no carrier, or a fabric address answers no ping although its host can be reached otherwise | the other host cannot be reached by that cable either, or requests run and no counter moves, or the other interface says it too |
+| HOST_UNREACHABLE | a host does not answer at its Docker address | another rank ended, the API is silent, or requests run and no counter moves |
+| API_DOWN | the API does not answer | nobody listens on its port, and its rank runs |
+| ENGINE_WEDGED | requests run and no counter moves | a rank has used no processor at all in that time |
+
+If ssh and the fabric share one cable, a cable that was pulled and a host that lost its power differ by the carrier of the interface at
+this end alone: without a carrier it is FABRIC_LOST, which says so. A host that only cannot be watched (its Docker daemon or sshd is
+gone while its rank serves on) is said once and ends nothing; what cannot be stopped in the end is LEFT_BEHIND, with host, id and
+the command to type. A prefill whose counters stand still for hours is left alone as long as its ranks use their processors.
+
+"""
+
+
+def document() -> str:
+    """docs/faults.md."""
+    lines = [
+        "| row | fault | phase | where | said | notice s | end s | exit | clean |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows():
+        said = f"{row.code} on {row.check}" if row.check not in ("", "-") else row.code or "survived"
+        notice = f"{row.notice_s:g}" if row.code and row.code != "CANCELLED" else "-"
+        cells = [
+            row.name,
+            row.fault,
+            row.phase,
+            ", ".join(row.where),
+            said,
+            notice,
+            f"{row.end_s:g}",
+            row.exit_code,
+            row.clean,
+        ]
+        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+    executed = sum(len(row.where) for row in rows())
+    return HEAD + "\n".join(lines) + f"\n\n{len(rows())} rows, {executed} executions.\n"
+
+
+def results(paths: list[Path], title: str) -> str:
+    """A table of what was executed, the last execution of each row in each place."""
+    found = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    last = {(one["where"], one["row"]): one for one in found}
+    order = [(where, row.name) for where in PLACES for row in rows() if where in row.where]
+    lines = [title, "", "| where | row | expected | said after s | ended after s | exit | cleaned in s | result |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for key in order:
+        one = last.get(key)
+        cells = ["not executed"] if one is None else [one["problem"].replace("|", "/") or "as expected"]
+        values = ["", "", "", ""] if one is None else [one[k] for k in ("noticed_s", "ended_s", "exit", "clean_s")]
+        code = next(row.code for row in rows() if row.name == key[1]) or "survived"
+        shown = ["-" if value is None else str(value) for value in values]
+        lines.append(f"| {' | '.join([*key, code, *shown, *cells])} |")
+    good = sum(1 for key in order if key in last and not last[key]["problem"])
+    return "\n".join(lines) + f"\n\n{good} of {len(order)} executions as expected.\n"
+
+
+def main(argv: list[str]) -> int:
+    """`doc` writes docs/faults.md; `results OUT TITLE FILE...` writes a table; `heal` brings both hosts up."""
+    if argv[:1] == ["doc"]:
+        (ROOT / "docs" / "faults.md").write_text(document(), encoding="utf-8")
+    elif argv[:1] == ["results"] and len(argv) > 3:
+        Path(argv[1]).write_text(results([Path(name) for name in argv[3:]], argv[2]), encoding="utf-8")
+    elif argv == ["heal"]:
+        heal()
+    else:
+        print(main.__doc__, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

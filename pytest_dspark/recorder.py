@@ -158,6 +158,7 @@ class Recorder:
                     "sources": list(state.recipe.sources),
                 },
                 "profiles": state.stage.summary(),
+                "selftest": state.selftest.as_json() if state.selftest else None,
                 "junit_problem": problem or None,
                 **self._outcome.as_json(),
             },
@@ -170,6 +171,8 @@ class Recorder:
         terminalreporter.section("dspark")
         counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(result.counts.items())) or "no case"
         terminalreporter.write_line(f"verdicts: {counts}")
+        if self._state.selftest:
+            terminalreporter.write_line(f"self-test: {self._state.selftest}")
         for mark, made in self._state.plans.items():
             terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
         for note in result.disclosures:
