@@ -30,6 +30,7 @@ from pytest_dspark.weights import Hasher
 
 HEARTBEAT_S = 15.0
 MARKER_WAIT_S = 10.0
+MEMORY_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +335,17 @@ class Troubles:
 
 
 def stop(
-    site: Site, ids: Mapping[int, str], *, run_id: str, gpus: Mapping[str, Mapping[str, Any]] | None = None
+    site: Site,
+    ids: Mapping[int, str],
+    *,
+    run_id: str,
+    gpus: Mapping[str, Mapping[str, Any]] | None = None,
+    free_gib: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """Save both logs, stop head first, remove, and list what is left. Never raises: what went wrong is in the result.
 
-    `gpus` is what preflight read of each host's GPUs, which is compared with what they hold now.
+    `gpus` is what preflight read of each host's GPUs, `free_gib` the free memory of each host before the launch; both are
+    compared with what is so now.
     """
     troubles, begin = Troubles(), site.clock()
     save_logs(site, ids, troubles)
@@ -357,6 +364,7 @@ def stop(
         "left_behind": left + _not_stopped(site, ids, ends, run_id, troubles),
         "ports_taken": _ports(site, troubles),
         "gpu_memory": memory_back(reached, entries, gpus or {}, clock=site.clock, sleep=site.sleep),
+        "host_memory": _memory(site, reached, free_gib or {}),
         "problems": troubles.problems,
         "elapsed_s": round(site.clock() - begin, 3),
     }
@@ -414,18 +422,32 @@ def _named(host: str, state: RankState) -> dict[str, str]:
 
 
 def _ports(site: Site, troubles: Troubles) -> list[dict[str, Any]]:
-    """Who still listens on the engine's ports of the head. A worker has none of its own."""
-    head = _host_of(site, 0)
+    """Who still listens on the engine's ports, on every host that answers."""
     taken: list[dict[str, Any]] = []
 
-    def look() -> None:
+    def look(host: Host) -> None:
         for port in (site.plan.port, site.plan.master_port):
-            owner = head.listener(port)
+            owner = host.listener(port)
             if owner:
-                taken.append({"host": head.name, "port": port, "owner": owner})
+                taken.append({"host": host.name, "port": port, "owner": owner})
 
-    troubles.attempt(head, look)
+    for host in site.hosts.values():
+        troubles.attempt(host, lambda h=host: look(h))  # type: ignore[misc]
     return taken
+
+
+def _memory(site: Site, hosts: Mapping[str, Host], before: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    """Free memory of each host before the launch and now, in GiB; waited for, since an engine gives back much at once."""
+    margin = site.plan.recipe.launch.memory_margin_gib
+    rows = []
+    for name, host in hosts.items():
+        free, deadline = before.get(name), site.clock() + MEMORY_WAIT_S
+        after = host.readings().free_memory_gib
+        while margin and free and after is not None and after < free - margin and site.clock() < deadline:
+            site.sleep(1.0)
+            after = host.readings().free_memory_gib
+        rows.append({"host": name, "before_gib": free, "after_gib": after, "margin_gib": margin or None})
+    return rows
 
 
 def clear_orphans(site: Site, spare: str) -> list[dict[str, str]]:

@@ -148,7 +148,11 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Bounds in seconds of the launch, and the line by which a worker says that it waits for the head."""
+    """Bounds in seconds of the launch, and the line by which a worker says that it waits for the head.
+
+    `memory_margin_gib` is by how much the free memory of a host may be less after the stop than before the launch; 0: it is
+    not compared, since others use that host too.
+    """
 
     worker_ready: str = ""
     rendezvous_s: float = 300.0
@@ -156,6 +160,7 @@ class Launch:
     probe_s: float = 60.0
     stop_grace_s: float = 30.0
     poll_s: float = 0.5
+    memory_margin_gib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,8 +469,34 @@ _TOP_KEYS = frozenset(
 )
 
 
-def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, ...]) -> Recipe:
+_LISTS_OF_TABLES = ("limit", "marker", "canary")
+_LISTS_OF_TEXTS = ("env_absent", "passthrough")
+_TABLES_OF_TABLES = ("knobs", "checks")
+_TEXTS = ("name", "about", "engine", "wrapper", "compilation")
+
+
+def _shaped(data: Mapping[str, Any], where: str) -> None:
+    """Every key is known and of its kind: a table unless it is said above."""
     _known(data, _TOP_KEYS, where)
+    for key, value in data.items():
+        if key in ("schema", "rehearsal"):
+            good, kind = type(value) in (int, bool), "a number or a truth value"
+        elif key in _TEXTS:
+            good, kind = isinstance(value, str), "a text"
+        elif key in _LISTS_OF_TEXTS:
+            good, kind = isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of texts"
+        elif key in _LISTS_OF_TABLES:
+            good, kind = isinstance(value, list) and all(isinstance(one, dict) for one in value), "a list of tables"
+        else:
+            good, kind = isinstance(value, dict), "a table"
+        if good and key in _TABLES_OF_TABLES:
+            good, kind = all(isinstance(one, dict) for one in value.values()), "a table of tables"
+        if not good:
+            raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be {kind}, found {value!r:.80}")
+
+
+def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, ...]) -> Recipe:
+    _shaped(data, where)
     if data.get("schema") != 1:
         raise ConfigError("RECIPE_INVALID", f"{where}: schema must be 1, found {data.get('schema')!r}")
     recipe = Recipe(

@@ -78,6 +78,7 @@ class Session:
     vitals: Vitals | None = None
     watcher: Watcher | None = None
     claim: socket | None = None
+    free_gib: dict[str, float | None] = field(default_factory=dict)
     orphans: list[dict[str, str]] = field(default_factory=list)
     say: Callable[[str], None] = print
 
@@ -308,6 +309,7 @@ class Stage:
         if session.hold is not None:
             self._clear_orphans(session, site)
         self._preflight(session, launching=not (self._options.attach or kept_by))
+        session.free_gib = {} if kept_by else {n: host.readings().free_memory_gib for n, host in session.hosts.items()}
         assert session.watcher is not None
         session.watcher.start()
         if self._options.attach:
@@ -556,7 +558,11 @@ class Stage:
         if owned:
             run_id = session.engine.run_id if session.engine else self._run.run_id
             session.stopped = launch.stop(
-                session.site, session.started, run_id=run_id, gpus=(session.seen or {}).get("gpus")
+                session.site,
+                session.started,
+                run_id=run_id,
+                gpus=(session.seen or {}).get("gpus"),
+                free_gib=session.free_gib,
             )
             self._run.write(f"{session.mark}/teardown.json", session.stopped)
             self._report_stop(session)
