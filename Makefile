@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test identity rehearse bench lab lab-needle lab-faults lab-measure lab-identity lab-down clean
+.PHONY: help install test identity rehearse bench faults lab lab-needle lab-full lab-measure lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
@@ -14,7 +14,8 @@ help:
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-needle  the needle lane on the lab's long window (after make lab)"
-	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
+	@echo "make faults      every row of docs/faults.md on emulated ranks, as processes and on the lab's hosts (after make lab)"
+	@echo "make lab-full    the rows of real vLLM, signals and a missed needle on the lab (after make lab; about half an hour)"
 	@echo "make lab-measure   both sides' rates and what makes a row void on the lab (after make lab)"
 	@echo "make lab-identity  doctor, frozen manifests, edited files and weights, the mutation list on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
@@ -55,7 +56,18 @@ lab: $(BIN)/.installed
 lab-needle: $(BIN)/.installed
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m long1m --dspark-cluster lab/cluster.toml
 
-lab-faults: $(BIN)/.installed-dev
+# The emulated rank's image is made anew if the rank was changed. FAULTS narrows, as in FAULTS="emulated and link".
+faults: $(BIN)/.installed-dev
+	$(LAB) up
+	$(LAB) emulated
+	$(LAB) overlay
+	$(BIN)/python -m pytest lab/test_matrix.py -n 2 --dist loadgroup -p no:cacheprovider -k "(rehearsal or emulated) and ($(or $(FAULTS),e))"
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py -k "image or label or dirty or knob"
+
+lab-full: $(BIN)/.installed-dev
+	$(LAB) up
+	$(LAB) overlay
+	$(BIN)/python -m pytest lab/test_matrix.py -p no:cacheprovider -k "real and ($(or $(FAULTS),e))"
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py
 
 lab-measure: $(BIN)/.installed-dev

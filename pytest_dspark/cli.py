@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, selftesting, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_behaviour(commands)
     _add_data(commands)
     packs_cli.add(commands)
+    text = "show known defects to gate, client, judges and sanitiser: each must be caught, each clean twin must pass"
+    commands.add_parser("selftest", help=text, description=text).set_defaults(action=_selftest)
     return parser
 
 
@@ -174,6 +176,15 @@ def _freeze(arguments: argparse.Namespace) -> int:
             host.close()
     print(f"{path}: sha256 {digest}\n{overlay}: pins it")
     return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    """Exit code 0 if every defect was caught and every clean twin passed."""
+    outcome = selftesting.run()
+    for missed in outcome.missed:
+        print(f"dspark: NOT CAUGHT: {missed}", file=sys.stderr)
+    print(f"dspark: self-test: {outcome}")
+    return 1 if outcome.missed else 0
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from _pytest.mark.expression import Expression
 
-from pytest_dspark import recorder, selection, setup
+from pytest_dspark import recorder, selection, selftesting, setup
 from pytest_dspark.checks import resolve
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
@@ -195,6 +195,7 @@ def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
     _refuse_modes(config, given, marks)
     live = _live(config)
+    tried = _usage(selftesting.require)
     state = _usage(
         lambda: controller_state(
             given,
@@ -206,7 +207,7 @@ def _configure_controller(config: pytest.Config) -> None:
             say=live.line,
         )
     )
-    state.narrowed, state.live = _narrowed(config), live
+    state.narrowed, state.live, state.selftest = _narrowed(config), live, tried
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")

@@ -175,6 +175,7 @@ class Recorder:
             "tampered": self._tampered,
             "profile_override": next(iter(self._overrides()), None),
             "stated": self._stated,
+            "selftest": state.selftest.as_json() if state.selftest else None,
             **self._outcome.as_json(),
         }
 
@@ -203,6 +204,8 @@ class Recorder:
         terminalreporter.section("dspark")
         counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(result.counts.items())) or "no case"
         terminalreporter.write_line(f"verdicts: {counts}")
+        if self._state.selftest:
+            terminalreporter.write_line(f"self-test: {self._state.selftest}")
         for mark, made in self._state.plans.items():
             terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
         for note in result.disclosures:

@@ -267,7 +267,7 @@ def _chunk(event: sse.Event) -> Mapping[str, Any]:
     """One event as a JSON object; empty for what is no answer: a named ping, half an event at the end."""
     try:
         data = _DECODE(event.data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if event.name == "error":
             raise RequestError("ERROR_IN_STREAM", f"the server reported: {event.data[:EXCERPT]}") from error
         if event.name != "message" or not event.whole:
@@ -285,7 +285,7 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     """One JSON object. Raises PROTOCOL for anything else, ERROR_IN_STREAM for an error inside it."""
     try:
         data = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError("PROTOCOL", f"expected JSON, found {short(body)}") from error
     if not isinstance(data, dict):
         raise RequestError("PROTOCOL", f"expected a JSON object, found {short(body)}")

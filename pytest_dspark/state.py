@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import inputs, ledger, resume, setup
+from pytest_dspark import inputs, ledger, resume, selftesting, setup
 from pytest_dspark.checks import lane_of
 from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.datasets import data_folder
@@ -42,6 +42,7 @@ class State:
     server: StageServer | None = None
     interrupted: bool = False
     narrowed: bool = False
+    selftest: selftesting.Outcome | None = None
     ending: bool = False
     live: Live = field(default_factory=Live)
     replay: Replay | None = None
