@@ -427,7 +427,7 @@ def _derive(target: Path) -> None:
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
         _put(target / OPTION2, option2.page(*parts).encode())
-    sums = sums_of(target)
+    sums = {name: value for name, value in sums_of(target).items() if name != PAGE}
     _put(target / PAGE, page.page(made, answer, sums).encode())
     sums = sums_of(target)
     _put(target / SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())).encode())
