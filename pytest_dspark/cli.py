@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, selftesting, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -180,6 +180,8 @@ def _freeze(arguments: argparse.Namespace) -> int:
 
 def _selftest(arguments: argparse.Namespace) -> int:
     """Exit code 0 if every defect was caught and every clean twin passed."""
+    from pytest_dspark import selftesting  # it shows defects to a client too
+
     outcome = selftesting.run()
     for missed in outcome.missed:
         print(f"dspark: NOT CAUGHT: {missed}", file=sys.stderr)

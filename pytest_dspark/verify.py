@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +25,8 @@ from pytest_dspark.comparison import hold
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import ROW_SCHEMA
 from pytest_dspark.pack import OPTION2, PAGE, SHAPE, STATEMENT, SUMS, Pack, PackError
-from pytest_dspark.verdict import Finding, Status
+from pytest_dspark.parts import Part
+from pytest_dspark.verdict import Finding, Status, Verdict
 
 UNMEASURED: Final = frozenset({"ERROR", "BLOCKED", "CAPACITY", "NOT_IMPLEMENTED"})
 CLAIMED: Final = (
@@ -33,7 +35,7 @@ CLAIMED: Final = (
         "when single streams were sent and ended, within what other figures allow",
     ),
     (
-        r"(cases\.)?reply\.(prompt_tokens|completion_tokens)",
+        r"(cases\.)?(reply|whole|streamed|plain|on|off|alone|beside|rounds|streams)\.(prompt_tokens|completion_tokens)",
         "the tokens that the server counted of untimed answers",
     ),
     (
@@ -46,6 +48,9 @@ CLAIMED: Final = (
     (r"repeats\.server\.preemptions\.value", "preemptions that the server counted"),
     (r"phases\.elapsed_s", "how long each phase of the launch took"),
     (r"progress\.looks", "how often a prefill was looked at"),
+    (r"(alone|beside)\.tokens", "log probabilities of answers"),
+    (r"churn\.answers|beside\.others", "how much was asked beside a text under load"),
+    (r"how\.(\w+\.)?(elapsed_s|asked_now)", "how long a set of questions took"),
 )
 """Numbers of a finding that nothing else in a pack shows: pattern of the leaf, and what it is."""
 _TEXTS: Final = (
@@ -314,17 +319,42 @@ class _Known:
     pack: Pack
     checks: dict[str, Check] = field(default_factory=dict)
     settings: dict[tuple[str, str], tuple[dict[str, Any], str]] = field(default_factory=dict)
+    families: dict[tuple[str, str], tuple[Mapping[str, Any] | None, list[Mapping[str, Any]]]] = field(
+        default_factory=dict
+    )
 
     def check(self, name: str) -> Check:
         if name not in self.checks:
             self.checks[name] = resolve(name)
         return self.checks[name]
 
+    def parts(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The rows of the questions of a case, in their order."""
+        return self._families()[_case_of(row)][1]
+
+    def whole(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The row of the case to which a question belongs; None if there is none yet."""
+        return self._families()[_case_of(row)][0]
+
+    def _families(self) -> dict[tuple[str, str], tuple[Mapping[str, Any] | None, list[Mapping[str, Any]]]]:
+        if not self.families:
+            for row in self.pack.rows:
+                whole, parts = self.families.get(_case_of(row), (None, []))
+                if row.get("part") is None:
+                    self.families[_case_of(row)] = row, parts
+                else:
+                    self.families[_case_of(row)] = whole, [*parts, row]
+        return self.families
+
     def lane(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         key = row["profile"], row["lane"]
         if key not in self.settings:
             self.settings[key] = self.pack.lane(*key), pack.settings_digest(self.pack, row)
         return self.settings[key]
+
+
+def _case_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["profile"], row["check"]
 
 
 def _verdicts(found: Pack) -> Iterator[Problem]:
@@ -360,7 +390,37 @@ def row_problems(found: Pack, row: Mapping[str, Any], known: _Known | None = Non
     yield from _same_verdict(row, str(verdict.status), verdict.code or None, verdict.message)
     if row.get("part") is None:
         yield from check.audit(Finding(row["check"], row["finding"]), settings)
+        yield from _counted(check, row, known.parts(row))
         yield from _in_time(row)
+    else:
+        yield from _question(check, row, known.whole(row))
+
+
+def _counted(check: Check, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The counts of a check that writes a row a question, made again from these rows."""
+    if check.recount is not None:
+        data = row["finding"]
+        yield from same("finding", data, check.recount(data, [_part(one) for one in rows]))
+
+
+def _part(row: Mapping[str, Any]) -> Part:
+    return Part(row["part"], Verdict(Status(row["verdict"]), row["code"] or "", row["message"]), row["finding"])
+
+
+def _question(check: Check, row: Mapping[str, Any], whole: Mapping[str, Any] | None) -> Iterator[str]:
+    """A question's row belongs to that of its case: the same attempt or an earlier one, and over before it is over."""
+    if check.audit_part is not None:
+        yield from check.audit_part(_part(row))
+    if whole is None:
+        return  # a run that was killed: the case has no row yet
+    if row["attempt"] > whole["attempt"]:
+        yield f"attempt is {row['attempt']} of a case with attempt {whole['attempt']}"
+    if row["measured_in"] == whole["measured_in"] and _end(row) > _end(whole) + SLACK_S:
+        yield f"elapsed_s is {row['elapsed_s']!r}: it ended after its case"
+
+
+def _end(row: Mapping[str, Any]) -> float:
+    return datetime.fromisoformat(row["started"]).timestamp() + float(row["elapsed_s"])
 
 
 def _same_verdict(row: Mapping[str, Any], status: str, code: str | None, message: str) -> Iterator[str]:
