@@ -19,9 +19,10 @@ from pytest_dspark import sanitize
 PUBLIC_ROOTS: Final = frozenset("usr bin sbin lib lib64 libexec proc sys dev etc v1 health metrics".split())
 """First folders of paths that are the same everywhere, and of URLs."""
 PLAIN_WORDS: Final = frozenset(
-    "lo none root head worker localhost host hosts unknown endpoint any all default rank test tests suites lab rehearsal".split()
+    "lo none root head worker localhost host hosts unknown endpoint any all default rank test tests suites lab rehearsal dspark pytest "
+    "docker vllm nvidia ubuntu debian user admin spark dgx gb10 model image cluster node server home data cache".split()
 )
-"""Names that say nothing of whoever uses them."""
+"""Names that say nothing of whoever uses them, and words that our own sentences need."""
 PSEUDONYM: Final = re.compile(r"(?:host|address|interface|device|user|path|mac|gid|mail|container|value|cluster)-\d+")
 GID: Final = re.compile(r"(?:[0-9A-Fa-f]{4}:){7}[0-9A-Fa-f]{4}")
 _NAME: Final = r"A-Za-z0-9_"
