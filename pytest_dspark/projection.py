@@ -127,7 +127,7 @@ class Projector:
 
     def fix(self, more: Mapping[str, str]) -> None:
         """From now on replace these texts by what is given for each."""
-        self.fixed = {**self.fixed, **more}
+        self.fixed = {**self.fixed, **{word: other for word, other in more.items() if word != other}}
         self._done.clear()
         self.__post_init__()
 
