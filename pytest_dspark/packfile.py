@@ -27,6 +27,8 @@ MOST_FILES: Final = 20_000
 def opened(path: Path) -> Iterator[Path]:
     """The folder of a pack given as a folder, a run folder or an archive. Raises USAGE for what is none of these, and
     ValueError for an archive that must not be unpacked."""
+    if (path / "run.lock").exists() and not (path / "publish").is_dir():
+        raise ConfigError("USAGE", f"{path}: this run published nothing; its run.json says why")
     if path.is_dir():
         yield path / "publish" if (path / "publish").is_dir() and not (path / "PACK.md").exists() else path
         return

@@ -473,7 +473,7 @@ def _search(target: Path, made: Projector) -> None:
         parts = _parts(name, text)
         found = next((hit for part in parts for hit in made.left(part, source=source)), None)
         if found:
-            raise Refused(f"{name}: something private would come out ({found[0]})")
+            raise Refused(f"{name}: something private would come out ({found[0]}: {found[1]})")
 
 
 def _parts(name: str, text: str) -> Iterable[str]:

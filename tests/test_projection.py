@@ -275,9 +275,13 @@ def test_the_map_needs_the_nonce():
 
 
 def test_a_plain_word_of_a_host_stays_a_word_in_a_recipe():
-    made = Projector(b"n", {"spark": "host", "spark.attic.lan": "host"})
-    assert made.source("two spark boxes, spark.attic.lan") == "two spark boxes, host-2"
-    assert made.text("two spark boxes") == "two host-1 boxes"
+    made = Projector(b"n", {"attic": "host", "attic.example.lan": "host"})
+    assert made.source("two attic boxes, attic.example.lan") == "two attic boxes, host-2"
+    assert made.text("two attic boxes") == "two host-1 boxes"
+    assert (
+        Projector(b"n", {"nvidia": "user", "dspark": "user"}).text("dspark verify, nvidia/nccl")
+        == "dspark verify, nvidia/nccl"
+    )
 
 
 def test_the_side_file_is_fresh_in_each_run():
