@@ -419,7 +419,7 @@ def _key(how: str, place: Place) -> None:
 def _bashrc(how: str, place: Place) -> None:
     texts = {
         "path": 'PATH=/nonexistent:/tmp/none\nsh() { /bin/sh "$@"; }\nexport PATH\n',
-        "noisy": "echo welcome to this host; echo a warning >&2; sleep 1\n",
+        "noisy": "echo welcome to this host; echo a warning >&2; sleep 0.3\n",
         "exit": "exit 3\n",
     }
     if how == "path":
