@@ -244,6 +244,14 @@ class Place:
         if self.where != "rehearsal":
             heal()
 
+    def abandon(self) -> None:
+        """After a row that failed: the next one must find empty hosts."""
+        self.restore()
+        if self.where != "rehearsal":
+            sweep()
+        for pid in self.processes() if self.where == "rehearsal" else ():
+            os.kill(pid, signal.SIGKILL)
+
 
 def heal() -> None:
     """Both hosts up, cable in, engines and sshd running."""
@@ -255,6 +263,12 @@ def heal() -> None:
             lab("engine", host, "start", check=False)
     lab("sshd", "start", check=False)
     lab("up")
+
+
+def sweep() -> None:
+    """What a row that failed left under our name; a row begins only on empty hosts, so it is of that row."""
+    for host in HOSTS:
+        on(host, "docker", "rm", "-f", NAME, check=False)
 
 
 @dataclass
@@ -405,7 +419,7 @@ def _key(how: str, place: Place) -> None:
 def _bashrc(how: str, place: Place) -> None:
     texts = {
         "path": 'PATH=/nonexistent:/tmp/none\nsh() { /bin/sh "$@"; }\nexport PATH\n',
-        "noisy": "echo welcome to this host; echo a warning >&2; sleep 1\n",
+        "noisy": "echo welcome to this host; echo a warning >&2; sleep 0.3\n",
         "exit": "exit 3\n",
     }
     if how == "path":
@@ -513,6 +527,9 @@ def execute(row: Row, where: str, folder: Path) -> Result:
                 _execute(row, place, result)
         else:
             _execute(row, place, result)
+    except (AssertionError, RuntimeError):
+        place.abandon()
+        raise
     finally:
         place.restore()
     return result

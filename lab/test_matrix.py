@@ -26,15 +26,15 @@ CASES = [
 ]
 
 
-def _skip(where: str) -> None:
+def _needs_lab(where: str) -> None:
     if where != "rehearsal" and not (matrix.STATE / "gb-head" / "init.pid").exists():
-        pytest.skip("the lab is not up: run `make lab` first")
+        pytest.fail("the lab is not up: run `make lab` first", pytrace=False)
 
 
 @pytest.mark.parametrize(("row", "where"), CASES)
 def test_fault(row: matrix.Row, where: str, tmp_path: Path) -> None:
     """The right code within its time, no model blamed, earlier rows whole, both hosts empty."""
-    _skip(where)
+    _needs_lab(where)
     result = matrix.Result(where, row.name, row.code)
     try:
         result = matrix.execute(row, where, tmp_path / "row")

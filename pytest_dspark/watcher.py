@@ -30,7 +30,8 @@ TIMED_S = 30.0
 # A call that takes longer than this is a silence that began with the call.
 SLOW_S = 1.5
 PING = ("ping", "-c", "1", "-W", "1", "-n")
-NO_CARRIER = frozenset({"down", "lowerlayerdown", "notpresent"})
+NO_CARRIER = frozenset({"DOWN", "LOWERLAYERDOWN", "NOTPRESENT"})
+_OPERSTATE = re.compile(r" state ([A-Z]{2,20})\b")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,14}")
 _STILL = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 _COUNTERS = (*_STILL, "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -254,8 +255,9 @@ class Watcher:
         name = rank.entry.interface
         if rank.entry.process or not _INTERFACE.fullmatch(name):
             return
-        done = rank.host.read(["cat", f"/sys/class/net/{name}/operstate"])
-        word = done.text.strip() if done.code == 0 else ""
+        done = rank.host.read(["ip", "-o", "link", "show", "dev", name])
+        found = _OPERSTATE.search(done.text) if done.code == 0 else None
+        word = found[1] if found else ""
         rank.link = f"interface {name} is {word}"
         rank.cut.put(word in NO_CARRIER, self._clock())
 
