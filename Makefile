@@ -4,19 +4,22 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test identity rehearse bench lab lab-needle lab-faults lab-measure lab-identity lab-down clean
+.PHONY: help install test identity tamper rehearse bench bench-evidence faults lab lab-needle lab-full lab-measure lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
 	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
+	@echo "make tamper      the generated list: every file and every number of a pack, changed once, must be found; planted secrets"
+	@echo "make bench-evidence  what a row and a verification cost"
 	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (4 GB; about half an hour;"
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
 	@echo "make lab-needle  the needle lane on the lab's long window (after make lab)"
-	@echo "make lab-faults  refusals, signals and a killed rank on the lab (after make lab)"
+	@echo "make faults      every row of docs/faults.md on emulated ranks, as processes and on the lab's hosts (after make lab)"
+	@echo "make lab-full    the rows of real vLLM, signals and a missed needle on the lab (after make lab; about half an hour)"
 	@echo "make lab-measure   both sides' rates and what makes a row void on the lab (after make lab)"
-	@echo "make lab-identity  doctor, frozen manifests, edited files and weights on the lab (after make lab)"
+	@echo "make lab-identity  doctor, frozen manifests, edited files and weights, the mutation list on the lab (after make lab)"
 	@echo "make lab-down    stop both lab hosts; make lab-down WIPE=--wipe also removes their state"
 
 # dev tools are wanted by `make test` alone
@@ -42,6 +45,12 @@ test: $(BIN)/.installed-dev
 identity: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest tests/test_identity.py -q -s -n0
 
+tamper: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest tests/test_packs.py tests/test_projection.py -q -n0
+
+bench-evidence: $(BIN)/.installed
+	$(BIN)/python -m benchmarks.evidence
+
 rehearse: $(BIN)/.installed
 	$(BIN)/python -m pytest suites -m production --dspark-cluster rehearsal
 
@@ -55,14 +64,25 @@ lab: $(BIN)/.installed
 lab-needle: $(BIN)/.installed
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest suites -m long1m --dspark-cluster lab/cluster.toml
 
-lab-faults: $(BIN)/.installed-dev
+# The emulated rank's image is made anew if the rank was changed. FAULTS narrows, as in FAULTS="emulated and link".
+faults: $(BIN)/.installed-dev
+	$(LAB) up
+	$(LAB) emulated
+	$(LAB) overlay
+	$(BIN)/python -m pytest lab/test_matrix.py -n 2 --dist loadgroup -p no:cacheprovider -k "(rehearsal or emulated) and ($(or $(FAULTS),e))"
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py -k "image or label or dirty or knob"
+
+lab-full: $(BIN)/.installed-dev
+	$(LAB) up
+	$(LAB) overlay
+	$(BIN)/python -m pytest lab/test_matrix.py -p no:cacheprovider -k "real and ($(or $(FAULTS),e))"
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py
 
 lab-measure: $(BIN)/.installed-dev
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_measure.py -s
 
 lab-identity: $(BIN)/.installed-dev
-	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py
+	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_identity.py lab/test_mutations.py -s
 
 lab-down:
 	$(LAB) down $(WIPE)

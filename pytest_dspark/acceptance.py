@@ -86,6 +86,27 @@ def outcome(
     )
 
 
+def against_publishing(
+    recipe: str,
+    wrapper: str,
+    unpublishable: Mapping[str, Sequence[str]],
+    *,
+    tampered: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    stated: Sequence[str] = (),
+) -> list[str]:
+    """What stands against publishing beside the rows: suites that were bent (`tampered`), a recipe that accepts any wrapper
+    tree, profiles that the recipe calls `unpublishable` by mark, profiles that were given instead of the recipe's own, and
+    what the run `stated` of itself (ledger, own files)."""
+    reasons = list(tampered)
+    if wrapper == "any":
+        reasons.append(f"recipe {recipe} accepts any wrapper tree")
+    for mark, found in unpublishable.items():
+        reasons += [f"{mark}: {reason}" for reason in found]
+    reasons += [f"--dspark-profile {name} was given" for name in overrides]
+    return [*reasons, *stated]
+
+
 def _again(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """One attempt each: what was begun twice may be published as what it is, and never as a first measurement."""
     return [

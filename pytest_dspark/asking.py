@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark.answers import Judgement, judge_code, judge_exact, judge_list, judge_number
-from pytest_dspark.endpoint import Asked, Endpoint
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.garble import IMMEDIATE_END, garbled
 from pytest_dspark.reply import Reply, RequestError
 from pytest_dspark.verdict import PASS, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 NO_PARSER: Final = re.compile(r"tool-call-parser|enable-auto-tool-choice", re.IGNORECASE)
 KINDS: Final = ("number", "code", "exact", "list", "count", "any")
@@ -73,6 +75,8 @@ def chat_body(settings: Mapping[str, Any], prompt: str) -> dict[str, Any]:
 
 def ask_many(endpoint: Endpoint, settings: Mapping[str, Any], asked: Sequence[tuple[str, float]]) -> list[Reply]:
     """Prompts with the seconds after which each is sent, all streamed. Raises what the first one that failed raised."""
+    from pytest_dspark.endpoint import Asked  # a judge imports this module without a client
+
     streams = [Asked(chat_body(settings, prompt), due) for prompt, due in asked]
     outcomes = endpoint.stream_many(streams, deadline_s=settings["deadline_s"])
     failed = next((outcome for outcome in outcomes if isinstance(outcome, RequestError)), None)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_dspark.endpoint import Endpoint, Reply, RequestError
 from pytest_dspark.errors import DsparkError
+from pytest_dspark.reply import Reply, RequestError
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 TOKENS = 4
 TOP = 5

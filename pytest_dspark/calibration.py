@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark.endpoint import Asked, Endpoint, Reply
+from pytest_dspark.audit import rising, same
 from pytest_dspark.errors import DsparkError
+from pytest_dspark.reply import Reply
 from pytest_dspark.timing import quantile, sample_floor
 
 EVENTS = sample_floor(0.99) + 1
@@ -34,6 +35,8 @@ def calibrate(concurrency: int, gap_s: float, *, reader: str = "") -> dict[str, 
     Long enough for a p99 of the stamps; where that would take longer than five seconds the events come faster, which is the
     harder test. Raises HARNESS if the server's record and the client's do not match one to one.
     """
+    from pytest_dspark.endpoint import Asked, Endpoint  # a judge imports this module without a client
+
     each = max(2, math.ceil(EVENTS / concurrency))
     gap = max(LEAST_GAP_S, min(gap_s, MOST_S / each))
     with schedule_server() as url:
@@ -104,6 +107,23 @@ def _spread(samples: Sequence[float]) -> dict[str, Any]:
         "p99_reason": p99.reason or None,
         "max": max(samples),
     }
+
+
+def audit(found: Mapping[str, Any]) -> Iterator[str]:
+    """What of a stored calibration does not follow from the rest of it."""
+    concurrency = found["concurrency"]
+    each = max(2, math.ceil(EVENTS / concurrency))
+    yield from same("calibration.events", found["events"], each * concurrency)
+    yield from same("calibration.gap_s", found["gap_s"], max(LEAST_GAP_S, min(found["row_gap_s"], MOST_S / each)))
+    for name in ("stamp_error_s", "first_token_error_s"):
+        spread = found[name]
+        yield from rising(f"calibration.{name}", least=0.0, p50=spread["p50"], p99=spread["p99"], max=spread["max"])
+        count = found["events"] if name == "stamp_error_s" else concurrency
+        why = quantile([0.0] * count, 0.99).reason or None
+        yield from same(f"calibration.{name}.p99_reason", spread["p99_reason"], why)
+        yield from same(f"calibration.{name}.p99", spread["p99"] is None, why is not None)
+    lateness = found["server_lateness_s"]
+    yield from rising("calibration.server_lateness_s", p50=lateness["p50"], p99=lateness["p99"])
 
 
 def bound(spread: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, datasets, doctor, freeze, freezing, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_freeze(commands)
     _add_behaviour(commands)
     _add_data(commands)
+    packs_cli.add(commands)
+    text = "show known defects to gate, client, judges and sanitiser: each must be caught, each clean twin must pass"
+    commands.add_parser("selftest", help=text, description=text).set_defaults(action=_selftest)
     return parser
 
 
@@ -156,6 +159,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _freeze(arguments: argparse.Namespace) -> int:
     """Exit code 0 when manifest and overlay were written."""
+    from pytest_dspark import freezing  # who freezes asks an engine, and needs a client
+
     if arguments.repeats < 2:
         raise ConfigError("USAGE", f"--repeats must be at least 2, found {arguments.repeats}: a spread needs two")
     plan, hosts = _plan(arguments), {host.name: host for host in _hosts(arguments)}
@@ -171,6 +176,17 @@ def _freeze(arguments: argparse.Namespace) -> int:
             host.close()
     print(f"{path}: sha256 {digest}\n{overlay}: pins it")
     return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    """Exit code 0 if every defect was caught and every clean twin passed."""
+    from pytest_dspark import selftesting  # it shows defects to a client too
+
+    outcome = selftesting.run()
+    for missed in outcome.missed:
+        print(f"dspark: NOT CAUGHT: {missed}", file=sys.stderr)
+    print(f"dspark: self-test: {outcome}")
+    return 1 if outcome.missed else 0
 
 
 def _say(text: str) -> None:

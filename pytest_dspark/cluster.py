@@ -19,6 +19,7 @@ CLUSTER_LABEL = "io.dspark.cluster"
 PROFILE_LABEL = "io.dspark.profile"
 RANK_LABEL = "io.dspark.rank"
 FINGERPRINT_LABEL = "io.dspark.fingerprint"
+OWNER_LABEL = "io.dspark.owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,10 @@ class Host(Protocol):
 
     def listener(self, port: int) -> str:
         """Who listens on the TCP port on this host: a process name and pid, `unknown`, or an empty string for nobody."""
+        ...
+
+    def worked_s(self, rank_id: str) -> float | None:
+        """Seconds of processor time that the rank has used so far, to the nanosecond; None if that cannot be read."""
         ...
 
     def readings(self) -> Readings:

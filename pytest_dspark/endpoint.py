@@ -192,6 +192,14 @@ class Endpoint:
         except EndpointError:
             return False
 
+    def health_status(self) -> tuple[int | None, str]:
+        """The status of /health, None if nobody answers, and what was said or what happened."""
+        try:
+            answer = self._ask("GET", "/health", None, HEALTH_S)
+        except EndpointError as error:
+            return None, error.message
+        return answer.status, f"/health: HTTP {answer.status}"
+
     def metrics(self) -> Metrics:
         """Counters now, or unavailable with the reason; a request that fails is a reason too."""
         try:

@@ -52,6 +52,8 @@ REMEDIES: Final[dict[str, str]] = {
     "STALLED": "the engine sent nothing for the stall limit; read both ranks' logs",
     "ENGINE_DEAD": "read both ranks' logs; the engine said that it died",
     "ENGINE_WEDGED": "read both ranks' logs; the API answers and nothing is generated",
+    "FABRIC_LOST": "look at the cable, the switch and the interfaces between the hosts; the engine cannot go on without them",
+    "API_DOWN": "read the head's log; its rank runs and nobody answers on its port",
     "CAPACITY": "the prompt cannot fit what the engine holds; nothing was sent",
     "CAPACITY_STALL": "the prompt was accepted and never scheduled; it is larger than the pool",
     "FOREIGN_TRAFFIC": "keep other clients off the engine while it is measured",

@@ -61,14 +61,14 @@ class RunFolder:
     def append(self, row: Mapping[str, Any]) -> None:
         """Append one row, sealed to the one before it, and bring it to the disk before returning."""
         body = self._encoded(row)
-        with _locked(self.rows) as handle:
-            _append(handle, sealed(body, _last_seal(handle) or self.run_id.encode()))
+        with locked(self.rows) as handle:
+            append_to(handle, sealed(body, _last_seal(handle) or self.run_id.encode()))
 
     def begin(self, case: Case) -> None:
         """Say that a measurement begins: what a SIGKILL cuts off has no row, and yet was an attempt."""
         body = {"profile": case.profile, "check": case.check, "nodeid": case.nodeid, "attempt": case.attempt}
-        with _locked(self.path / "begun.jsonl") as handle:
-            _append(handle, self._encoded(body | {"began": utc_now()}) + b"\n")
+        with locked(self.path / "begun.jsonl") as handle:
+            append_to(handle, self._encoded(body | {"began": utc_now()}) + b"\n")
 
     def _encoded(self, data: Mapping[str, Any]) -> bytes:
         return json.dumps(self.masked(data), ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
@@ -88,6 +88,17 @@ class RunFolder:
         if isinstance(value, (list, tuple)):
             return [self.masked(item) for item in value]
         return value
+
+    def about(self) -> dict[str, Any]:
+        """run.json as it is now."""
+        data: dict[str, Any] = json.loads((self.path / "run.json").read_bytes())
+        return data
+
+    def note(self, name: str, data: Mapping[str, Any]) -> None:
+        """Append one line to a file of readings: many and small, so they are not forced to the disk one by one."""
+        handle = os.open(self.path / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(self._encoded(data) + b"\n")
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The rows that were written whole; a torn last line (power cut) is left out."""
@@ -118,19 +129,19 @@ class RunFolder:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def locked(path: Path) -> Iterator[int]:
     """The file, open and locked; what a killed writer left of a half line is cut off."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        os.ftruncate(handle, os.fstat(handle).st_size - len(_tail(handle, b"\n")))
+        os.ftruncate(handle, os.fstat(handle).st_size - len(tail_of(handle, b"\n")))
         yield handle
     finally:
         os.close(handle)
 
 
-def _append(handle: int, line: bytes) -> None:
-    """The whole line on the disk, or none of it (a full disk). Raises OSError."""
+def append_to(handle: int, line: bytes) -> None:
+    """At the end of an open, locked file: the whole line on the disk, or none of it (a full disk). Raises OSError."""
     size = os.fstat(handle).st_size
     try:
         while line:
@@ -141,7 +152,7 @@ def _append(handle: int, line: bytes) -> None:
         raise
 
 
-def _tail(handle: int, mark: bytes, *, skip: int = 0) -> bytes:
+def tail_of(handle: int, mark: bytes, *, skip: int = 0) -> bytes:
     """What stands after the last `mark` of a file whose last `skip` bytes do not count; all of it without one."""
     end, step = os.fstat(handle).st_size - skip, 1 << 16
     while True:
@@ -154,7 +165,7 @@ def _tail(handle: int, mark: bytes, *, skip: int = 0) -> bytes:
 
 def _last_seal(handle: int) -> bytes:
     """The seal of the last line; empty for a file without lines, and for a last line without one."""
-    found = _SEALED.fullmatch(_tail(handle, b"\n", skip=1)) if os.fstat(handle).st_size else None
+    found = _SEALED.fullmatch(tail_of(handle, b"\n", skip=1)) if os.fstat(handle).st_size else None
     return found[2] if found else b""
 
 

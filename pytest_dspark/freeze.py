@@ -187,6 +187,12 @@ def alike(ranks: Sequence[Rank]) -> None:
         absent = [name for name, files in rank.inventory.hashes.items() if not files]
         if absent:
             raise ConfigError("USAGE", f"rank {rank.number} ({rank.host}) has no package {', '.join(absent)} to freeze")
+        unread = [
+            path for files in rank.inventory.hashes.values() for path, digest in (files or {}).items() if not digest
+        ]
+        if unread:
+            text = f"rank {rank.number} ({rank.host}): {unread[0]} cannot be read ({len(unread)} such files)"
+            raise ConfigError("USAGE", f"{text}; what was not hashed is not frozen")
         for key, value in inside(rank).items():
             if value != first[key]:
                 mine, theirs = _apart(first[key], value)

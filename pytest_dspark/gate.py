@@ -11,21 +11,24 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark import freeze, identity, manifest, weights
 from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
 from pytest_dspark.behaviour import Observation
 from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
-from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.garble import garbled
 from pytest_dspark.identity import Rank, serve_argv, without_rank
 from pytest_dspark.logs import search
 from pytest_dspark.plan import Plan, meets
 from pytest_dspark.recipe import Canary, Marker
+from pytest_dspark.reply import Reply
 from pytest_dspark.symmetry import symmetry
 from pytest_dspark.verdict import Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 __all__ = [
     "Api",

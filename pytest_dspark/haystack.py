@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 import secrets
 import string
 from array import array
@@ -31,6 +32,7 @@ POOL: Final = 96
 LABELS: Final = (
     "granary|observatory|foundry|lighthouse|archive|orangery|armoury|treasury|brewery|dockyard|monastery|signal box"
 ).split("|")
+SYSTEM: Final = secrets.SystemRandom()
 CLOSING: Final = " That is the end of the text.\n\n"
 
 
@@ -230,27 +232,42 @@ def _common(one: Sequence[int], two: Sequence[int]) -> int:
 # --- codes and needles
 
 
+def chooser(challenge: str, what: str) -> random.Random:
+    """What chooses codes and labels: the machine's own randomness, or what the challenge alone makes of `what`."""
+    return random.Random(f"{challenge}/{what}") if challenge else SYSTEM
+
+
+def seed_of(challenge: str, seed: int) -> int:
+    """The seed of the filler: the recipe's, or the one that the challenge makes."""
+    return int(hashlib.sha256(challenge.encode()).hexdigest()[:8], 16) if challenge else seed
+
+
 def new_nonce() -> str:
     return "".join(secrets.choice(string.ascii_lowercase) for _ in range(NONCE_LETTERS))
 
 
-def new_code(shape: str) -> str:
-    """A code of the shape: each `A` becomes a random letter, each `0` a random digit; digits do not begin with 0."""
+def like(code: str) -> str:
+    """The shape of a code."""
+    return "".join("A" if char.isalpha() else "0" if char.isdigit() else char for char in code)
+
+
+def new_code(shape: str, by: random.Random = SYSTEM) -> str:
+    """A code of the shape: each `A` becomes a letter, each `0` a digit, as `by` chooses; digits do not begin with 0."""
     letters, digits = "ABCDEFGHJKLMNPQRSTUVWXYZ", "123456789"
-    return "".join(secrets.choice(letters) if c == "A" else secrets.choice(digits) if c == "0" else c for c in shape)
+    return "".join(by.choice(letters) if c == "A" else by.choice(digits) if c == "0" else c for c in shape)
 
 
-def new_secrets(options: Needle) -> tuple[Secret, ...]:
+def new_secrets(options: Needle, by: random.Random = SYSTEM) -> tuple[Secret, ...]:
     """The needles and decoys of one cell in the order of their places, each with a code and a label of its own.
 
     Decoys are spread evenly.
     """
     shares = [(share, False) for share in options.positions]
     shares += [((number + 1) / (options.decoys + 1), True) for number in range(options.decoys)]
-    labels = secrets.SystemRandom().sample(LABELS, k=len(shares))
+    labels = by.sample(LABELS, k=len(shares))
     codes: dict[str, None] = {}
     while len(codes) < len(shares):
-        codes[new_code(options.code)] = None
+        codes[new_code(options.code, by)] = None
     made = [
         Secret(_told(options, code, label, decoy), label, code, share, decoy)
         for (share, decoy), label, code in zip(shares, labels, codes, strict=True)

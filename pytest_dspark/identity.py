@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, HostFacts, ImageFacts, RankFacts, RankSpec
+from pytest_dspark.cluster import FINGERPRINT_LABEL, OWNER_LABEL, RUN_LABEL, HostFacts, ImageFacts, RankFacts, RankSpec
 from pytest_dspark.comparison import Sheet
 from pytest_dspark.hosts.options import planned, settled
 from pytest_dspark.inventory import NOT_TAKEN, Inventory
@@ -264,7 +264,9 @@ def container(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
         if rank.run_id:
             wanted = dict(spec.labels) | {RUN_LABEL: rank.run_id, FINGERPRINT_LABEL: plan.fingerprint}
             sheet.add("made of", rank.number, spec.bundle if rank.process else spec.image, _made_of(rank), **rank.where)
-            sheet.add("marks of the launch", rank.number, {**rank.image.labels, **wanted}, dict(rank.facts.labels))
+            # The owner says who may clean up, and is another one after a kept or resumed engine was taken over.
+            found = {key: value for key, value in rank.facts.labels.items() if key != OWNER_LABEL}
+            sheet.add("marks of the launch", rank.number, {**rank.image.labels, **wanted}, found)
         else:
             sheet.not_observable.append(f"rank {rank.number} was not launched by this run and carries no marks of it")
         if rank.process:

@@ -8,7 +8,7 @@ name is replaced, and doubled cases are merged; ids stay the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,8 +16,10 @@ _MESSAGE_LIMIT = 2000
 _PROBLEMS = ("error", "failure", "skipped")
 
 
-def derive(raw: Path, verdicts: Mapping[str, tuple[str, str]]) -> bytes:
-    """The publishable report of a raw one.
+def derive(
+    raw: Path, verdicts: Mapping[str, tuple[str, str]], project: Callable[[str], str] = lambda text: text
+) -> bytes:
+    """The publishable report of a raw one: captured output is left out, and every text goes through `project`.
 
     `verdicts` maps the property `dspark_case` of a case to (verdict, message). Raises ValueError if the raw report is
     not readable.
@@ -32,6 +34,7 @@ def derive(raw: Path, verdicts: Mapping[str, tuple[str, str]]) -> bytes:
         for case in suite.iter("testcase"):
             _rewrite(case, verdicts)
         _recount(suite)
+    _strip(root, project)
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
@@ -39,6 +42,50 @@ def case_ids(xml: bytes) -> Counter[tuple[str, str]]:
     """(classname, name) of every case, to check that both reports hold the same ones."""
     root = ElementTree.fromstring(xml)
     return Counter((case.get("classname", ""), case.get("name", "")) for case in root.iter("testcase"))
+
+
+def read_cases(xml: bytes) -> list[tuple[str, dict[str, str]]]:
+    """`profile/check` and what the report says of every case that is ours: verdict (`type`), message, time in seconds, and
+    its properties. Raises ValueError for what is no report of ours."""
+    if b"<!DOCTYPE" in xml or b"<!ENTITY" in xml:
+        raise ValueError("a document type, which a report has not")
+    try:
+        root = ElementTree.fromstring(xml)
+    except ElementTree.ParseError as error:
+        raise ValueError(str(error)) from error
+    suites = list(root.iter("testsuite"))
+    for suite in suites:
+        before = dict(suite.attrib)
+        _recount(suite)
+        if suite.attrib != before:
+            raise ValueError(f"the counts of suite {suite.get('name')} are not those of its cases")
+    return [(name, _read(case)) for case in root.iter("testcase") if (name := _property(case, "dspark_case"))]
+
+
+def _read(case: ElementTree.Element) -> dict[str, str]:
+    problems = [child for child in case if child.tag in _PROBLEMS]
+    found = {str(one.get("name")): str(one.get("value")) for one in case.iter("property")}
+    first = problems[0] if problems else None
+    return found | {
+        "verdict": "PASS" if first is None else str(first.get("type")),
+        "message": "" if first is None else str(first.get("message")),
+        "text": "" if first is None else str(first.text or ""),
+        "problems": str(len(problems)),
+        "tag": "" if first is None else first.tag,
+        "time": case.get("time", ""),
+        "name": case.get("name", ""),
+    }
+
+
+def _strip(root: ElementTree.Element, project: Callable[[str], str]) -> None:
+    """Leave out what was captured, and project every text and attribute that is left."""
+    for parent in list(root.iter()):
+        for child in [one for one in parent if one.tag in ("system-out", "system-err")]:
+            parent.remove(child)
+    for one in root.iter():
+        one.text = project(one.text) if one.text else one.text
+        for key, value in one.attrib.items():
+            one.set(key, project(value))
 
 
 def _merge_doubles(suite: ElementTree.Element) -> None:

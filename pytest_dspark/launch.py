@@ -7,32 +7,36 @@ on another, and ends with a listing by this run's label that must be empty.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_dspark import behaviour, freeze, gate, inventory, manifest
-from pytest_dspark.cluster import FINGERPRINT_LABEL, RUN_LABEL, Host, RankSpec, RankState
+from pytest_dspark.cluster import FINGERPRINT_LABEL, OWNER_LABEL, RUN_LABEL, Host, RankSpec, RankState
 from pytest_dspark.endpoint import Endpoint
-from pytest_dspark.errors import DsparkError, LaunchError
+from pytest_dspark.errors import DsparkError, HostError, LaunchError
 from pytest_dspark.evidence import RunFolder, write_whole
 from pytest_dspark.gpus import memory_back
+from pytest_dspark.owner import orphaned
 from pytest_dspark.plan import Plan, as_json, launch_order
 from pytest_dspark.preflight import leftovers, look_at
 from pytest_dspark.sanitize import mask_text
+from pytest_dspark.signs import ApiSigns, Patience, RankSigns, judge
 from pytest_dspark.weights import Hasher
 
 HEARTBEAT_S = 15.0
 MARKER_WAIT_S = 10.0
-_EXIT_SETTLE_S = 2.0
+MEMORY_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where one launch takes place: the plan, its hosts, the run folder, and the seams for tests."""
+    """Where one launch takes place: the plan, its hosts, the run folder, and the seams for tests. `check` raises what a
+    watcher has found; without one the ranks are looked at here."""
 
     plan: Plan
     hosts: Mapping[str, Host]
@@ -40,6 +44,7 @@ class Site:
     say: Callable[[str], None]
     cancelled: Callable[[], bool]
     hasher: Hasher | None = None
+    check: Callable[[], None] | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -68,18 +73,20 @@ class Engine:
         return dict(enumerate(self.rank_ids))
 
 
-def labelled(spec: RankSpec, run_id: str, fingerprint: str) -> RankSpec:
-    return replace(spec, labels=(*spec.labels, (RUN_LABEL, run_id), (FINGERPRINT_LABEL, fingerprint)))
+def labelled(spec: RankSpec, run_id: str, fingerprint: str, owner: str = "") -> RankSpec:
+    """With the marks of ownership. `owner` is the process that will stop it, empty if nobody must remove it by himself."""
+    marks = ((RUN_LABEL, run_id), (FINGERPRINT_LABEL, fingerprint), *(((OWNER_LABEL, owner),) if owner else ()))
+    return replace(spec, labels=(*spec.labels, *marks))
 
 
-def start(site: Site, *, started: dict[int, str]) -> Engine:
+def start(site: Site, *, started: dict[int, str], owner: str = "") -> Engine:
     """Start workers, then the head. `started` is filled as ranks come to life, so that a failure can stop them."""
     plan, limits = site.plan, site.plan.recipe.launch
     site.run.write(f"{plan.mark}/plan.json", as_json(plan))
     for spec in launch_order(plan):
         _check_cancelled(site)
         site.say(f"starting rank {spec.rank} on {spec.host}")
-        rank_id = site.host(spec).start(labelled(spec, site.run.run_id, plan.fingerprint))
+        rank_id = site.host(spec).start(labelled(spec, site.run.run_id, plan.fingerprint, owner))
         started[spec.rank] = rank_id
         site.host(spec).follow(rank_id, site.log_path(spec.rank))
         if spec.rank and limits.worker_ready:
@@ -148,57 +155,31 @@ def states(site: Site, ids: Mapping[int, str]) -> dict[int, RankState]:
 
 def check_running(site: Site, ids: Mapping[int, str]) -> None:
     """Raise LaunchError if any rank is not running or was restarted, naming the one that went first."""
+    if site.check:
+        return site.check()
     error = lost(site, states(site, ids))
     if error:
         raise error
 
 
 def lost(site: Site, found: Mapping[int, RankState]) -> LaunchError | None:
-    """The rank that ended the engine. One that failed comes before one that ended with code 0: a head whose worker was
-    killed ends with code 0 itself, and is not the cause."""
-    down = sorted(
-        (rank for rank, state in found.items() if state.status != "running"),
-        key=lambda rank: (found[rank].exit_code == 0, rank),
+    """The rank that ended the engine, from one look at all of them: see `signs.judge`."""
+    ranks = [_as_seen(site, rank, state) for rank, state in sorted(found.items())]
+    return judge(ranks, ApiSigns(), Patience())
+
+
+def _as_seen(site: Site, rank: int, state: RankState) -> RankSigns:
+    return RankSigns(
+        rank,
+        site.plan.specs[rank].host,
+        state,
+        down_s=math.inf if state.status != "running" else None,
+        seen_s=0.0,
+        restarted=f"was restarted {state.restart_count} times"
+        if state.status == "running" and state.restart_count
+        else "",
+        tail=last_lines(site.log_path(rank)),
     )
-    for rank, state in found.items():
-        if state.status == "running" and state.restart_count:
-            return LaunchError(
-                "RANK_RESTARTED",
-                f"rank {rank} ({site.plan.specs[rank].host}) was restarted {state.restart_count} times",
-            )
-    maimed = [(rank, state) for rank, state in found.items() if state.status == "running" and state.lost]
-    if maimed and not any(found[rank].exit_code for rank in down):
-        return _process_lost(site, *maimed[0])
-    if not down:
-        return None
-    return _ended(site, down, found)
-
-
-def _ended(site: Site, down: Sequence[int], found: Mapping[int, RankState]) -> LaunchError:
-    state = found[down[0]]
-    said = [f"rank {down[0]} ({site.plan.specs[down[0]].host}) is {state.status} with exit code {state.exit_code}"]
-    if state.remaining:
-        said.append(f"of its processes {', '.join(state.remaining)} lived on")
-    said += [f"rank {rank} then ended with code {found[rank].exit_code}" for rank in down[1:]]
-    said.append(f"last log lines: {last_lines(site.log_path(down[0]))}")
-    return LaunchError("OOM_KILLED" if state.oom_killed else "RANK_EXITED", "; ".join(said))
-
-
-def _process_lost(site: Site, rank: int, state: RankState) -> LaunchError:
-    """A process that ended is not a rank that ended: the rank's first process may live and its engine answer on."""
-    what = f"lost process {', '.join(state.lost)} while its first process lives"
-    tail = f"last log lines: {last_lines(site.log_path(rank))}"
-    return LaunchError("PROCESS_LOST", f"rank {rank} ({site.plan.specs[rank].host}) {what}; {tail}")
-
-
-def diagnose(site: Site, engine: Engine) -> LaunchError | None:
-    """After a request failed: did a rank end? Looks for a moment, since a rank's end may come just after its silence."""
-    deadline = site.clock() + _EXIT_SETTLE_S
-    while True:
-        error = lost(site, states(site, engine.ids))
-        if error or site.clock() > deadline or site.cancelled():
-            return error
-        site.sleep(0.2)
 
 
 # --- readiness and proof
@@ -253,10 +234,11 @@ def prove(site: Site, engine: Engine, endpoint: Endpoint) -> gate.GateReport:
 
 
 def read_ranks(site: Site, engine: Engine) -> list[gate.Rank]:
-    return [_read_rank(site, spec, engine) for spec in site.plan.specs]
+    return [read_rank(site, spec, engine) for spec in site.plan.specs]
 
 
-def _read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
+def read_rank(site: Site, spec: RankSpec, engine: Engine) -> gate.Rank:
+    """What one running rank shows but what lies inside it (`whole`)."""
     rank_id, run_id = engine.rank_ids[spec.rank], engine.run_id if engine.owned else ""
     host, entry = site.host(spec), site.plan.cluster.hosts[spec.rank]
     keep_log(site, spec.rank, rank_id)
@@ -335,50 +317,98 @@ def _manifest_target(site: Site, spec: RankSpec) -> str:
 # --- stopping
 
 
+@dataclass(slots=True)
+class Troubles:
+    """What went wrong while stopping. A host that did not answer once is not asked again: each call would wait its time-out."""
+
+    problems: list[str] = field(default_factory=list)
+    unreached: dict[str, str] = field(default_factory=dict)
+
+    def attempt(self, host: Host, action: Callable[[], object]) -> None:
+        if host.name in self.unreached:
+            return
+        try:
+            action()
+        except DsparkError as error:
+            self.problems.append(str(error))
+            if error.code == "HOST_UNREACHABLE":
+                self.unreached[host.name] = error.message
+
+
 def stop(
-    site: Site, ids: Mapping[int, str], *, run_id: str, gpus: Mapping[str, Mapping[str, Any]] | None = None
+    site: Site,
+    ids: Mapping[int, str],
+    *,
+    run_id: str,
+    gpus: Mapping[str, Mapping[str, Any]] | None = None,
+    free_gib: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """Save both logs, stop head first, remove, and list what is left. Never raises: what went wrong is in the result.
 
-    `gpus` is what preflight read of each host's GPUs, which is compared with what they hold now.
+    `gpus` is what preflight read of each host's GPUs, `free_gib` the free memory of each host before the launch; both are
+    compared with what is so now.
     """
-    problems: list[str] = []
-    begin = site.clock()
-    for rank, rank_id in sorted(ids.items()):
-        _try(problems, lambda r=rank, i=rank_id: keep_log(site, r, i))  # type: ignore[misc]
+    troubles, begin = Troubles(), site.clock()
+    save_logs(site, ids, troubles)
     ends: dict[int, RankState] = {}
     for rank, rank_id in sorted(ids.items()):
         site.say(f"stopping rank {rank} on {site.plan.specs[rank].host}")
-        _try(problems, lambda r=rank, i=rank_id: ends.__setitem__(r, _stop_one(site, r, i)))  # type: ignore[misc]
-    left = _sweep(site, run_id, problems)
+        troubles.attempt(_host_of(site, rank), lambda r=rank, i=rank_id: ends.__setitem__(r, _stop_one(site, r, i)))  # type: ignore[misc]
+    left = _sweep(site, run_id, troubles)
+    reached = {name: host for name, host in site.hosts.items() if name not in troubles.unreached}
+    entries = [entry for entry in site.plan.cluster.hosts if entry.name in reached]
     return {
         "stopped": [
             {"rank": rank, "host": site.plan.specs[rank].host, "status": state.status, "exit_code": state.exit_code}
             for rank, state in sorted(ends.items())
         ],
-        "left_behind": left,
-        "ports_taken": _ports(site, problems),
-        "gpu_memory": memory_back(site.hosts, site.plan.cluster.hosts, gpus or {}, clock=site.clock, sleep=site.sleep),
-        "problems": problems,
+        "left_behind": left + _not_stopped(site, ids, ends, run_id, troubles),
+        "ports_taken": _ports(site, troubles),
+        "gpu_memory": memory_back(reached, entries, gpus or {}, clock=site.clock, sleep=site.sleep),
+        "host_memory": _memory(site, reached, free_gib or {}),
+        "problems": troubles.problems,
         "elapsed_s": round(site.clock() - begin, 3),
     }
 
 
+def save_logs(site: Site, ids: Mapping[int, str], troubles: Troubles) -> None:
+    """The whole log of every rank that can be reached."""
+    for rank, rank_id in sorted(ids.items()):
+        troubles.attempt(_host_of(site, rank), lambda r=rank, i=rank_id: keep_log(site, r, i))  # type: ignore[misc]
+
+
+def _host_of(site: Site, rank: int) -> Host:
+    return site.host(site.plan.specs[rank])
+
+
 def _stop_one(site: Site, rank: int, rank_id: str) -> RankState:
-    host = site.host(site.plan.specs[rank])
+    host = _host_of(site, rank)
     state = host.stop(rank_id, grace_s=site.plan.recipe.launch.stop_grace_s)
     keep_log(site, rank, rank_id)
     host.remove(rank_id)
     return state
 
 
-def _sweep(site: Site, run_id: str, problems: list[str]) -> list[dict[str, str]]:
+def _not_stopped(
+    site: Site, ids: Mapping[int, str], ends: Mapping[int, RankState], run_id: str, troubles: Troubles
+) -> list[dict[str, str]]:
+    """Ranks on hosts that did not answer: where each is, and what to type once the host is back."""
+    source = site.plan.cluster.source or "FILE"
+    return [
+        _named(spec.host, RankState(ids[spec.rank], spec.name, "not stopped: the host does not answer"))
+        | {"command": f"dspark stop --cluster {source} --run {run_id}"}
+        for spec in site.plan.specs
+        if spec.rank in ids and spec.rank not in ends and spec.host in troubles.unreached
+    ]
+
+
+def _sweep(site: Site, run_id: str, troubles: Troubles) -> list[dict[str, str]]:
     """What still carries this run's label is stopped too (a start may have been interrupted before its id was known)."""
     for host in site.hosts.values():
-        _try(problems, lambda h=host: _sweep_host(site, h, run_id))  # type: ignore[misc]
+        troubles.attempt(host, lambda h=host: _sweep_host(site, h, run_id))  # type: ignore[misc]
     left: list[dict[str, str]] = []
     for host in site.hosts.values():
-        _try(problems, lambda h=host: left.extend(_named(h.name, state) for _, state in leftovers([h], run_id)))  # type: ignore[misc]
+        troubles.attempt(host, lambda h=host: left.extend(_named(h.name, state) for _, state in leftovers([h], run_id)))  # type: ignore[misc]
     return left
 
 
@@ -392,25 +422,49 @@ def _named(host: str, state: RankState) -> dict[str, str]:
     return {"host": host, "id": state.rank_id, "name": state.name, "status": state.status}
 
 
-def _ports(site: Site, problems: list[str]) -> list[dict[str, Any]]:
-    head = site.host(site.plan.specs[0])
+def _ports(site: Site, troubles: Troubles) -> list[dict[str, Any]]:
+    """Who still listens on the engine's ports, on every host that answers."""
     taken: list[dict[str, Any]] = []
 
-    def look() -> None:
+    def look(host: Host) -> None:
         for port in (site.plan.port, site.plan.master_port):
-            owner = head.listener(port)
+            owner = host.listener(port)
             if owner:
-                taken.append({"host": head.name, "port": port, "owner": owner})
+                taken.append({"host": host.name, "port": port, "owner": owner})
 
-    _try(problems, look)
+    for host in site.hosts.values():
+        troubles.attempt(host, lambda h=host: look(h))  # type: ignore[misc]
     return taken
 
 
-def _try(problems: list[str], action: Callable[[], object]) -> None:
-    try:
-        action()
-    except DsparkError as error:
-        problems.append(str(error))
+def _memory(site: Site, hosts: Mapping[str, Host], before: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    """Free memory of each host before the launch and now, in GiB; waited for, since an engine gives back much at once."""
+    margin = site.plan.recipe.launch.memory_margin_gib
+    rows = []
+    for name, host in hosts.items():
+        free, deadline = before.get(name), site.clock() + MEMORY_WAIT_S
+        after = host.readings().free_memory_gib
+        while margin and free and after is not None and after < free - margin and site.clock() < deadline:
+            site.sleep(1.0)
+            after = host.readings().free_memory_gib
+        rows.append({"host": name, "before_gib": free, "after_gib": after, "margin_gib": margin or None})
+    return rows
+
+
+def clear_orphans(site: Site, spare: str) -> list[dict[str, str]]:
+    """Stop and remove what dead runs of this very machine left under our names; `spare` is a run that was kept on purpose.
+    Returns what was removed. What is not provably ours and dead is left alone, and preflight names it."""
+    removed: list[dict[str, str]] = []
+    for spec in site.plan.specs:
+        try:
+            state = site.host(spec).find(spec.name)
+            if state and orphaned(state) and state.labels.get(RUN_LABEL) not in ("", None, spare):
+                site.host(spec).stop(state.rank_id, grace_s=site.plan.recipe.launch.stop_grace_s)
+                site.host(spec).remove(state.rank_id)
+                removed.append(_named(spec.host, state) | {"run": state.labels[RUN_LABEL]})
+        except HostError:
+            continue  # preflight says what is wrong with the host
+    return removed
 
 
 def adopt(site: Site, *, run_id: str | None) -> Engine:

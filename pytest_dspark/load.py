@@ -15,11 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark import timing
-from pytest_dspark.endpoint import Asked, Endpoint, Progress, Reply, RequestError
+from pytest_dspark.audit import SLACK_S as CLOCKS_S
+from pytest_dspark.audit import near, rising, same
 from pytest_dspark.metrics import Figure, Metrics, delta, restarted
+from pytest_dspark.reply import Reply, RequestError
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint, Progress
 
 WATCH_S = 0.5
 SETTLE_S = 5.0
@@ -31,7 +36,7 @@ PROMPT_CLASSES: Mapping[str, str] = {
 }
 _WORDS = "amber birch copper delta ember flint grove heron iris juniper kelp larch maple north otter pine quartz reed".split()
 
-Seen = Callable[[Progress, "float | None"], None]
+Seen = Callable[["Progress", "float | None"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ def volley(
     `seen` is told several times a second how far it is and the server's own tokens/s, if it tells. Raises the first
     RequestError after every stream has ended.
     """
+    from pytest_dspark.endpoint import Asked  # a judge imports this module without a client
+
     asked = [Asked(body, due_s) for body, due_s in zip(bodies(shape, len(arrivals), nonce), arrivals, strict=True)]
     before = endpoint.metrics()
     with watched(endpoint, before) as queue:
@@ -243,6 +250,7 @@ def server_side(
         "decode_rate_uncorrected": _figure(timing.server_decode_rate_uncorrected(before, after)),
         "prefill_rate": _figure(timing.server_prefill_rate(before, after)),
         "decode_s": _figure(delta(before, after, timing.DECODE_S)),
+        "prefill_s": _figure(delta(before, after, timing.PREFILL_S)),
         "drafts": _figure(delta(before, after, "vllm:spec_decode_num_drafts_total")),
         "accepted_tokens": _figure(delta(before, after, "vllm:spec_decode_num_accepted_tokens_total")),
     }
@@ -255,6 +263,77 @@ def _figure(figure: Figure) -> dict[str, Any]:
 def _both(figure: Figure, samples: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
     ours = [one[key] for one in samples]
     return {"server": _figure(figure), "ours": None if any(value is None for value in ours) else sum(ours)}
+
+
+# --- the figures of a volley, made again
+
+
+def audit(name: str, one: Mapping[str, Any], arrivals: Sequence[float]) -> Iterator[str]:
+    """What of a stored volley does not follow from its raw samples and the server's counters."""
+    samples = one["samples"]
+    yield from same(f"{name}.due_s", [stream["due_s"] for stream in samples], list(arrivals))
+    for number, stream in enumerate(samples):
+        yield from _audit_stream(f"{name}.samples.{number}", stream)
+    made = {"concurrency": in_flight(samples), "output_rate": output_rate(samples), "decode_rate": decode_rate(samples)}
+    yield from same(name, {key: one[key] for key in made}, made)
+    yield from _audit_server(f"{name}.server", one["server"], samples)
+
+
+def _audit_stream(name: str, stream: Mapping[str, Any]) -> Iterator[str]:
+    first, last, events, tokens = (
+        stream[key] for key in ("first_token_s", "last_token_s", "events", "completion_tokens")
+    )
+    times = timing.Timing(first, stream["first_answer_s"], last, stream["end_s"])
+    yield from rising(name, start=0.0, first_token_s=first, first_answer_s=stream["first_answer_s"], last_token_s=last)
+    yield from rising(name, CLOCKS_S, last_token_s=last, end_s=stream["end_s"])
+    yield from rising(name, CLOCKS_S, due_s=0.0, wait_s=stream["wait_s"])
+    yield from same(f"{name}.tpot_s", stream["tpot_s"], timing.tpot(times, tokens).value)
+    yield from same(f"{name}.decode_rate", stream["decode_rate"], timing.decode_rate(times, tokens).value)
+    yield from near(
+        f"{name}.tokens_per_event", stream["tokens_per_event"], tokens / events if tokens and events else None
+    )
+    span = last - first if events > 1 else None
+    yield from near(f"{name}.mean_gap_s", stream["mean_gap_s"], span / (events - 1) if span is not None else None)
+    if (
+        span is not None
+        and not stream["mean_gap_s"] <= stream["longest_gap_s"] * (1 + 1e-9) <= span * (1 + 1e-6) + 1e-9
+    ):
+        yield f"{name}.longest_gap_s is {stream['longest_gap_s']!r}, not between the mean gap and the whole"
+
+
+def _audit_server(name: str, server: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    value = {key: one["value"] for key, one in server.items() if isinstance(one, Mapping) and "value" in one}
+    value |= {key: server[key]["server"]["value"] for key in ("requests", "prompt_tokens", "generation_tokens")}
+    ours: dict[str, int | None] = {"requests": len(samples), "most_in_flight": in_flight(samples, SLACK_S)}
+    ours |= {
+        key: _summed(samples, one)
+        for key, one in (("prompt_tokens", "prompt_tokens"), ("generation_tokens", "completion_tokens"))
+    }
+    for key, made in ours.items():
+        yield from same(f"{name}.{key}.ours", server[key]["ours"], made)
+    spoken = (
+        None
+        if None in (value["generation_tokens"], value["requests"])
+        else value["generation_tokens"] - value["requests"]
+    )
+    yield from near(f"{name}.decode_rate", value["decode_rate"], _quotient(spoken, value["decode_s"]))
+    yield from near(
+        f"{name}.decode_rate_uncorrected",
+        value["decode_rate_uncorrected"],
+        _quotient(value["generation_tokens"], value["decode_s"]),
+    )
+    yield from near(
+        f"{name}.prefill_rate", value["prefill_rate"], _quotient(value["prompt_tokens"], value["prefill_s"])
+    )
+
+
+def _summed(samples: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    found = [one[key] for one in samples]
+    return None if any(value is None for value in found) else sum(found)
+
+
+def _quotient(amount: float | None, over: float | None) -> float | None:
+    return amount / over if amount is not None and amount > 0 and over is not None and over > 0 else None
 
 
 # --- judging a volley

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.parser import text_string_to_metric_families
-
 # One figure under its new name and the older ones.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "vllm:kv_cache_usage_perc": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
@@ -164,6 +162,8 @@ def _not_metrics(text: str) -> str:
 
 
 def _samples(text: str) -> Iterator[Sample]:
+    from prometheus_client.parser import text_string_to_metric_families  # only who asks a server needs it
+
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if not sample.name.endswith("_created"):

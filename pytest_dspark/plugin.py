@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from _pytest.mark.expression import Expression
 
-from pytest_dspark import recorder, selection, setup
+from pytest_dspark import recorder, selection, selftesting, setup
 from pytest_dspark.checks import resolve
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
@@ -88,6 +88,13 @@ _OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("r0b0bench", {"metavar": "COMMAND", "help": "the r0b0bench command (default: r0b0bench, if it is on the PATH)"}),
+    (
+        "challenge",
+        {
+            "metavar": "TEXT",
+            "help": "make needles, haystacks and sums from this text, which a verifier chose or which was public at a known time",
+        },
+    ),
     ("model", {"metavar": "ID", "help": "model id to ask for with --dspark-endpoint (default: the profile's)"}),
 )
 _FLAGS: tuple[tuple[str, str], ...] = (
@@ -127,7 +134,7 @@ def option(config: pytest.Config, name: str) -> str:
 
 
 def options(config: pytest.Config) -> setup.Options:
-    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights", "data", "bfcl", "r0b0bench")
+    names = ("cluster", "recipe", "profile", "endpoint", "model", "weights", "data", "bfcl", "r0b0bench", "challenge")
     return setup.Options(root=config.rootpath, **{name: option(config, name) for name in names})
 
 
@@ -188,6 +195,7 @@ def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
     _refuse_modes(config, given, marks)
     live = _live(config)
+    tried = _usage(selftesting.require)
     state = _usage(
         lambda: controller_state(
             given,
@@ -199,7 +207,7 @@ def _configure_controller(config: pytest.Config) -> None:
             say=live.line,
         )
     )
-    state.narrowed, state.live = _narrowed(config), live
+    state.narrowed, state.live, state.selftest = _narrowed(config), live, tried
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")

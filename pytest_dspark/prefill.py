@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 KV_USE: Final = "KV use"
 COUNTER: Final = "prompt counter"

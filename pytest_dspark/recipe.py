@@ -148,7 +148,11 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Bounds in seconds of the launch, and the line by which a worker says that it waits for the head."""
+    """Bounds in seconds of the launch, and the line by which a worker says that it waits for the head.
+
+    `memory_margin_gib` is by how much the free memory of a host may be less after the stop than before the launch; 0: it is
+    not compared, since others use that host too.
+    """
 
     worker_ready: str = ""
     rendezvous_s: float = 300.0
@@ -156,6 +160,17 @@ class Launch:
     probe_s: float = 60.0
     stop_grace_s: float = 30.0
     poll_s: float = 0.5
+    memory_margin_gib: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Seconds after which a silence is a sign that the engine is lost: of a host or the fabric, of the API, and of counters
+    that stand still although requests run. A verdict needs a second sign (signs.py)."""
+
+    gone_s: float = 8.0
+    api_s: float = 5.0
+    wedge_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +346,7 @@ class Recipe:
     canaries: tuple[Canary, ...]
     launch: Launch
     brakes: Brakes
+    watch: Watch
     compilation: str
     checks: Mapping[str, Mapping[str, Any]]
 
@@ -446,14 +462,41 @@ _TOP_KEYS = frozenset(
         "canary",
         "launch",
         "brakes",
+        "watch",
         "compilation",
         "checks",
     ]
 )
 
 
-def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, ...]) -> Recipe:
+_LISTS_OF_TABLES = ("limit", "marker", "canary")
+_LISTS_OF_TEXTS = ("env_absent", "passthrough")
+_TABLES_OF_TABLES = ("knobs", "checks")
+_TEXTS = ("name", "about", "engine", "wrapper", "compilation")
+
+
+def _shaped(data: Mapping[str, Any], where: str) -> None:
+    """Every key is known and of its kind: a table unless it is said above."""
     _known(data, _TOP_KEYS, where)
+    for key, value in data.items():
+        if key in ("schema", "rehearsal"):
+            good, kind = type(value) in (int, bool), "a number or a truth value"
+        elif key in _TEXTS:
+            good, kind = isinstance(value, str), "a text"
+        elif key in _LISTS_OF_TEXTS:
+            good, kind = isinstance(value, list) and all(isinstance(one, str) for one in value), "a list of texts"
+        elif key in _LISTS_OF_TABLES:
+            good, kind = isinstance(value, list) and all(isinstance(one, dict) for one in value), "a list of tables"
+        else:
+            good, kind = isinstance(value, dict), "a table"
+        if good and key in _TABLES_OF_TABLES:
+            good, kind = all(isinstance(one, dict) for one in value.values()), "a table of tables"
+        if not good:
+            raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be {kind}, found {value!r:.80}")
+
+
+def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, ...]) -> Recipe:
+    _shaped(data, where)
     if data.get("schema") != 1:
         raise ConfigError("RECIPE_INVALID", f"{where}: schema must be 1, found {data.get('schema')!r}")
     recipe = Recipe(
@@ -485,6 +528,7 @@ def _recipe(data: dict[str, Any], where: str, digest: str, sources: tuple[str, .
         canaries=tuple(_canary(table, f"{where}: canary {n}") for n, table in enumerate(data.get("canary", ()), 1)),
         launch=_build(Launch, data.get("launch", {}), f"{where}: launch"),
         brakes=_brakes(_table(data, "brakes", where), f"{where}: brakes"),
+        watch=_watch(_table(data, "watch", where), f"{where}: watch"),
         compilation=data.get("compilation", ""),
         checks=data.get("checks", {}),
     )
@@ -553,6 +597,13 @@ def _like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
+
+
+def _watch(table: Mapping[str, Any], where: str) -> Watch:
+    for key, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 3600:
+            raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be seconds from 0.5 to 3600, found {value!r}")
+    return _build(Watch, table, where)
 
 
 def _brakes(table: Mapping[str, Any], where: str) -> Brakes:

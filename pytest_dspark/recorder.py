@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from pytest_dspark import junit
-from pytest_dspark.acceptance import BAD, Outcome, outcome
-from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole, write_whole
+from pytest_dspark import inputs, ledger, provenance
+from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome
+from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole
+from pytest_dspark.publish import Refused, Source, publish
 from pytest_dspark.state import State
 from pytest_dspark.verdict import Status, Verdict
 
@@ -36,6 +37,8 @@ class Recorder:
         self._unwritten = ""
         self._outcome: Outcome | None = None
         self._tampered: list[str] = []
+        self._stated: list[str] = []
+        self._refused = ""
 
     # --- while cases are reported
 
@@ -80,9 +83,9 @@ class Recorder:
             known = {row["nodeid"] for row in state.run.read() if whole(row)}
             for nodeid in state.stage.cases.keys() - known:
                 self._write_lost(nodeid, "not run: an xdist worker crashed")
-        rows = [row for row in state.run.read() if whole(row)]
+        self._stated = self._of_ourselves(session.config.rootpath)
         self._outcome = outcome(
-            rows,
+            [row for row in state.run.read() if whole(row)],
             {mark: state.recipe.required(mark) for mark in state.plans},
             selected=self._selected(),
             narrowed=self._state.narrowed,
@@ -94,7 +97,11 @@ class Recorder:
         )
         if session.exitstatus == pytest.ExitCode.OK and not self._good():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        self._write_run(session, self._derive(rows))
+        about = self._about(session)
+        self._refused = self._publish(about)
+        if session.exitstatus == pytest.ExitCode.OK and self._refused:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._write_run(session, about)
 
     def _good(self) -> bool:
         """Exit code 0: something passed, nothing is bad, and all that is required is there unless the run was narrowed."""
@@ -115,53 +122,80 @@ class Recorder:
         state.run.append(row(case, verdict, None, started=utc_now(), elapsed_s=0.0))
 
     def _against_publishing(self) -> list[str]:
-        state, reasons = self._state, list(self._tampered)
-        if state.recipe.wrapper == "any":
-            reasons.append(f"recipe {state.recipe.name} accepts any wrapper tree")
-        for mark, made in state.plans.items():
-            reasons += [f"{mark}: {reason}" for reason in made.settings.unpublishable]
-        if state.options.profile:
-            reasons.append(f"--dspark-profile {state.options.profile} was given")
-        return reasons
+        state = self._state
+        return against_publishing(
+            state.recipe.name,
+            state.recipe.wrapper,
+            {mark: made.settings.unpublishable for mark, made in state.plans.items()},
+            tampered=self._tampered,
+            overrides=self._overrides(),
+            stated=self._stated,
+        )
 
-    def _derive(self, rows: list[dict[str, Any]]) -> str:
-        """publish/junit.xml; returns why it could not be derived, or an empty text."""
-        verdicts = {f"{r['profile']}/{r['check']}": (r["verdict"], r["message"]) for r in rows}
-        folder = self._state.run.path / "publish"
-        folder.mkdir(mode=0o700, exist_ok=True)
+    def _overrides(self) -> list[str]:
+        """The profile that was given instead of the recipe's own."""
+        given = self._state.options.profile
+        return [made.profile.name for made in self._state.plans.values()] if given else []
+
+    def _of_ourselves(self, rootpath: Path) -> list[str]:
+        """Keep the suites that were run; what is not as it should be of them, of our own files and of the ledger."""
+        suites = provenance.suites_of(self._state.stage.cases, rootpath)
+        inputs.keep_suites(self._state.run, suites)
+        changes = provenance.own_changes()
+        told = [f"pytest-dspark's own files are changed: {', '.join(changes[:5])}"] if changes else []
+        return [*told, *provenance.foreign_suites(suites), *ledger.root_problems(self._root)]
+
+    @property
+    def _root(self) -> Path:
+        return self._state.run.path.parent.parent
+
+    def _about(self, session: pytest.Session) -> dict[str, Any]:
+        """run.json at the end of the run."""
+        state, begun = self._state, self._state.run.about()
+        assert self._outcome is not None
+        return {
+            "schema": 1,
+            "run": state.run.run_id,
+            "status": "interrupted" if state.interrupted else "complete",
+            "started": begun["started"],
+            "ended": utc_now(),
+            "exit_status": int(session.exitstatus),
+            "rehearsal": state.recipe.rehearsal,
+            "endpoint": bool(state.options.endpoint),
+            "challenge": state.options.challenge or None,
+            "ledger": begun["ledger"],
+            "recipe": {
+                "name": state.recipe.name,
+                "sha256": state.recipe.sha256,
+                "sources": list(state.recipe.sources),
+            },
+            "profiles": state.stage.summary(),
+            "narrowed": state.narrowed,
+            "selected": {mark: sorted(checks) for mark, checks in self._selected().items()},
+            "tampered": self._tampered,
+            "profile_override": next(iter(self._overrides()), None),
+            "stated": self._stated,
+            "selftest": state.selftest.as_json() if state.selftest else None,
+            **self._outcome.as_json(),
+        }
+
+    def _publish(self, about: dict[str, Any]) -> str:
+        """End the run in the ledger and write publish/; returns why it was refused, or an empty text."""
+        if self._raw.parent == self._state.run.path and self._raw.exists():
+            self._raw.chmod(0o600)
+        told = {key: about[key] for key in ("status", "accepted", "publishable")} | {"verdicts": about["counts"]}
+        ledger.ended(self._root, self._state.run.run_id, told)
         try:
-            derived = junit.derive(self._raw, verdicts)
-            raw_ids = junit.case_ids(self._raw.read_bytes())
-        except (ValueError, OSError) as error:
+            publish(Source(self._state.run, self._state.plans, about, self._raw, self._root))
+        except Refused as error:
             return str(error)
-        if set(raw_ids) != set(junit.case_ids(derived)):
-            return "publish/junit.xml would not hold the cases of junit.xml"
-        write_whole(folder / "junit.xml", derived.decode("utf-8") + "\n")
         return ""
 
-    def _write_run(self, session: pytest.Session, problem: str) -> None:
-        state = self._state
-        assert self._outcome is not None
-        state.run.write(
-            "run.json",
-            {
-                "schema": 1,
-                "run": state.run.run_id,
-                "status": "interrupted" if state.interrupted else "complete",
-                "ended": utc_now(),
-                "exit_status": int(session.exitstatus),
-                "rehearsal": state.recipe.rehearsal,
-                "endpoint": bool(state.options.endpoint),
-                "recipe": {
-                    "name": state.recipe.name,
-                    "sha256": state.recipe.sha256,
-                    "sources": list(state.recipe.sources),
-                },
-                "profiles": state.stage.summary(),
-                "junit_problem": problem or None,
-                **self._outcome.as_json(),
-            },
-        )
+    def _write_run(self, session: pytest.Session, about: dict[str, Any]) -> None:
+        about |= {"exit_status": int(session.exitstatus), "refused": self._refused or None}
+        if self._refused:
+            about |= {"publishable": False, "reasons": [*about["reasons"], f"not published: {self._refused}"]}
+        self._state.run.write("run.json", about)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         result = self._outcome
@@ -170,12 +204,16 @@ class Recorder:
         terminalreporter.section("dspark")
         counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(result.counts.items())) or "no case"
         terminalreporter.write_line(f"verdicts: {counts}")
+        if self._state.selftest:
+            terminalreporter.write_line(f"self-test: {self._state.selftest}")
         for mark, made in self._state.plans.items():
             terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
         for note in result.disclosures:
             terminalreporter.write_line(note)
         for reason in result.reasons[:8]:
             terminalreporter.write_line(f"  - {reason[:300]}")
+        if self._refused:
+            terminalreporter.write_line(f"  - not published: {self._refused[:300]}")
         if len(result.reasons) > 8:
             terminalreporter.write_line(f"  … and {len(result.reasons) - 8} more in run.json")
 
@@ -186,7 +224,10 @@ class Recorder:
         if result is None or self._unwritten:
             return
         resumed = f" (resumed from run {result.resumed})" if result.resumed else ""
-        print(f"dspark: {self._word(result)}{resumed}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}")
+        refused = "; NOT PUBLISHED" if self._refused else ""
+        print(
+            f"dspark: {self._word(result)}{refused}{resumed}; evidence (junit.xml, rows.jsonl) in {self._state.run.path}"
+        )
 
     def _word(self, result: Outcome) -> str:
         """The run in a few words."""

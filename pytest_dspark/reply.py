@@ -163,7 +163,8 @@ class StreamReader:
             return False
         data = _chunk(event)
         self._model = self._model or str(data.get("model") or "")
-        self._usage = _merged(self._usage, data.get("usage"))
+        if usage := data.get("usage"):
+            self._usage = _merged(self._usage, usage)
         moved = False
         for choice in _choices(data):
             said = self._choice(choice, event.stamp - start)
@@ -266,7 +267,7 @@ def _chunk(event: sse.Event) -> Mapping[str, Any]:
     """One event as a JSON object; empty for what is no answer: a named ping, half an event at the end."""
     try:
         data = _DECODE(event.data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if event.name == "error":
             raise RequestError("ERROR_IN_STREAM", f"the server reported: {event.data[:EXCERPT]}") from error
         if event.name != "message" or not event.whole:
@@ -277,14 +278,14 @@ def _chunk(event: sse.Event) -> Mapping[str, Any]:
     if event.name == "error":
         data = {"error": data.get("error") or data or "an event named error"}
     _refuse_error(data)
-    return dict(data)
+    return data
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:
     """One JSON object. Raises PROTOCOL for anything else, ERROR_IN_STREAM for an error inside it."""
     try:
         data = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError("PROTOCOL", f"expected JSON, found {short(body)}") from error
     if not isinstance(data, dict):
         raise RequestError("PROTOCOL", f"expected a JSON object, found {short(body)}")
@@ -295,6 +296,8 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 def _refuse_error(data: Mapping[str, Any]) -> None:
     """An error inside a 200 is an error; a null or empty one is not. Older servers send it without a wrapper."""
     error = data.get("error")
+    if error is None and data.get("object") != "error":
+        return
     if isinstance(error, dict) and not any(error.values()):
         return
     if error or data.get("object") == "error":

@@ -33,6 +33,7 @@ class Options:
     data: str = ""
     bfcl: str = ""
     r0b0bench: str = ""
+    challenge: str = ""
 
 
 def folders(root: Path, kind: str) -> list[Path]:

@@ -39,6 +39,8 @@ class Parser:
 
     def feed(self, data: bytes, stamp: float) -> list[Event]:
         """The events that these bytes complete."""
+        if not (self._rest or self._data or self._name or self._skip_lf or self._first) and _one_event(data):
+            return [Event(data[6:-2].decode("utf-8", "replace"), stamp)]
         if self._skip_lf and data:
             self._skip_lf = False
             data = data.removeprefix(b"\n")
@@ -76,3 +78,15 @@ class Parser:
         data, name = "\n".join(self._data), self._name or "message"
         self._data, self._name = [], ""
         return Event(data, stamp, name) if data else None
+
+
+def _one_event(data: bytes) -> bool:
+    """Whether the packet is `data: …`, one line and its empty one: what most packets of a stream are."""
+    end = len(data) - 2
+    return (
+        end > 6
+        and data.startswith(b"data: ")
+        and data.find(b"\n") == end
+        and data.endswith(b"\n\n")
+        and b"\r" not in data
+    )

@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 from pytest_dspark import changes, gate, kept, launch
@@ -22,14 +23,18 @@ from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import BlockedError, DsparkError, LaunchError
 from pytest_dspark.evidence import RunFolder, Stopwatch, utc_now
 from pytest_dspark.gpus import held
+from pytest_dspark.owner import owner, take_over
 from pytest_dspark.plan import Plan
 from pytest_dspark.preflight import refuse, survey
 from pytest_dspark.resume import Left
+from pytest_dspark.signs import Patience
 from pytest_dspark.verdict import Finding
 from pytest_dspark.vitals import UNREAD, Vitals
+from pytest_dspark.watcher import Watched, Watcher
 from pytest_dspark.weights import Hasher
 
-WATCH_S = 0.5
+# After a request failed: how long a rank's end may come after its silence.
+SETTLE_S = 2.0
 # An engine that was proven once generates a token within this many probes, or it is not healthy.
 PROVEN_PROBES = 5
 # The longest sleep of a thread that waits for another: the kernel may hand a signal to any thread, and Python's handler
@@ -71,6 +76,10 @@ class Session:
     not_adopted: str = ""
     hold: kept.Hold | None = None
     vitals: Vitals | None = None
+    watcher: Watcher | None = None
+    claim: socket | None = None
+    free_gib: dict[str, float | None] = field(default_factory=dict)
+    orphans: list[dict[str, str]] = field(default_factory=list)
     say: Callable[[str], None] = print
 
 
@@ -251,7 +260,10 @@ class Stage:
         session.hosts = {entry.name: self._open_host(entry, plan) for entry in plan.cluster.hosts}
         session.say = self._say_for(session)
         hasher = Hasher(self._options.sums, session.say, self._cancelled.is_set) if self._options.sums else None
-        session.site = launch.Site(plan, session.hosts, self._run, session.say, self._cancelled.is_set, hasher)
+        watcher = session.watcher = self._watcher(session)
+        session.site = launch.Site(
+            plan, session.hosts, self._run, session.say, self._cancelled.is_set, hasher, watcher.check
+        )
         self._live = session
         session.hold = None if self._options.attach else self._kept.hold(plan)
         if self._adopted(session):
@@ -269,7 +281,8 @@ class Stage:
         endpoint = Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key, alive=alive)
         with self._phase(session, "ready"):
             launch.await_ready(site, engine, endpoint, limit_s=limit_s)
-        threading.Thread(target=self._watch, args=(session, engine), name="dspark-watch", daemon=True).start()
+        if session.watcher:
+            session.watcher.serve(Endpoint(plan.base_url, plan.served_model, api_key=self._options.api_key))
         self._look_after(session)
         with self._phase(session, "gate"):
             session.report = launch.prove(site, engine, endpoint)
@@ -293,13 +306,28 @@ class Stage:
         site = session.site
         assert site is not None
         kept_by = None if self._options.attach else self._kept.peek(session.plan)
+        if session.hold is not None:
+            self._clear_orphans(session, site)
         self._preflight(session, launching=not (self._options.attach or kept_by))
+        session.free_gib = {} if kept_by else {n: host.readings().free_memory_gib for n, host in session.hosts.items()}
+        assert session.watcher is not None
+        session.watcher.start()
         if self._options.attach:
             return launch.adopt(site, run_id=None)
         if kept_by and self._kept.claim(session.plan, kept_by):
             return self._reuse(session, site, kept_by)
         with self._phase(session, "start"):
-            return launch.start(site, started=session.started)
+            return launch.start(site, started=session.started, owner="" if self._options.keep else owner())
+
+    def _clear_orphans(self, session: Session, site: launch.Site) -> None:
+        """Nobody else on this machine works with this engine (`hold`), so what a dead owner left of it may go."""
+        session.orphans = launch.clear_orphans(site, self._kept.run_of(session.plan))
+        for one in session.orphans:
+            session.say(
+                f"removed {one['name']} {one['id'][:24]} on {one['host']}: run {one['run']} of this machine is dead"
+            )
+        if session.orphans:
+            self._run.write(f"{session.mark}/orphans.json", {"removed": session.orphans})
 
     def _reuse(self, session: Session, site: launch.Site, run_id: str) -> launch.Engine:
         session.reused = True
@@ -338,8 +366,11 @@ class Stage:
 
     def _taken_over(self, session: Session, engine: launch.Engine, left: Left) -> bool:
         session.say(f"taking over the engine that run {left.run_id} left up, to be proven again")
+        session.claim = take_over(left.run_id)
         self._preflight(session, launching=False)
         session.engine, session.started, session.reused = engine, engine.ids, True
+        assert session.watcher is not None
+        session.watcher.start()
         self._record(session)
         ready_s = session.plan.recipe.launch.ready_s
         limit_s = min(ready_s, PROVEN_PROBES * session.plan.recipe.launch.probe_s) if left.proven else ready_s
@@ -357,7 +388,10 @@ class Stage:
 
     def _let_go(self, session: Session) -> None:
         """Forget an engine that was not proven again, and what was remembered of it."""
-        self._end_vitals(session)
+        self._end_watching(session)
+        watcher = session.watcher = self._watcher(session)
+        if session.site is not None:
+            session.site = replace(session.site, check=watcher.check)
         with self._changed:
             session.engine = session.error = session.report = None
             session.started, session.reused = {}, False
@@ -385,20 +419,33 @@ class Stage:
 
     # --- watching
 
-    def _watch(self, session: Session, engine: launch.Engine) -> None:
-        """Look at every rank while the engine is live; remember the first end."""
-        while not self._watch_stop.wait(WATCH_S):
-            if self._live is not session or session.engine is not engine or session.error:
-                return
-            try:
-                found = launch.states(session.site, engine.ids)  # type: ignore[arg-type]
-            except DsparkError:
-                continue
-            if self._live is session and session.stopped is None:
-                error = launch.lost(session.site, found)  # type: ignore[arg-type]
-                if error:
-                    self._remember(session, engine, error)
-                    return
+    def _watcher(self, session: Session) -> Watcher:
+        """Watches the ranks from their start on; begun by `start`."""
+        plan, limits = session.plan, session.plan.recipe.watch
+        watched = Watched(
+            entries=plan.cluster.hosts,
+            hosts=session.hosts,
+            ids=lambda: session.engine.ids if session.engine else session.started,
+            log=lambda rank: self._run.profile(session.mark) / f"rank{rank}.log",
+            port=plan.port,
+            timed=lambda: self._alone,
+            say=session.say,
+            on_lost=partial(self._lost, session),
+        )
+        return Watcher(watched, Patience(limits.gone_s, limits.api_s, limits.wedge_s))
+
+    def _lost(self, session: Session, error: LaunchError) -> None:
+        """Every open request ends at its next look; then both logs are saved, before anything is stopped. While the engine is
+        being launched the launch itself ends with it."""
+        engine = session.engine
+        if engine is None or session.site is None or session.stopped is not None:
+            return
+        if self._remember(session, engine, error):
+            troubles = launch.Troubles()
+            with suppress(OSError):  # a full disk
+                launch.save_logs(session.site, engine.ids, troubles)
+            for problem in troubles.problems:
+                session.say(f"a log could not be saved: {problem}")
 
     def _remember(self, session: Session, engine: launch.Engine | None, error: DsparkError) -> bool:
         """Whether this became the first cause; not if another came first, or if it is of an engine that was let go."""
@@ -413,10 +460,17 @@ class Stage:
         """Begin to read the hosts of the engine."""
         brake = partial(self._brake, session, session.engine)
         brakes = session.plan.recipe.brakes
-        session.vitals = Vitals(session.hosts, brakes, on_crossing=brake, say=session.say)
+        record = partial(self._note_reading, session.mark)
+        session.vitals = Vitals(session.hosts, brakes, on_crossing=brake, say=session.say, record=record)
         session.vitals.start()
 
-    def _end_vitals(self, session: Session) -> None:
+    def _note_reading(self, mark: str, host: str, found: Readings) -> None:
+        with suppress(OSError):  # a full disk: the brakes work on
+            self._run.note(f"{mark}/readings.jsonl", {"at": utc_now(), "host": host, **found.as_json()})
+
+    def _end_watching(self, session: Session) -> None:
+        if session.watcher is not None:
+            session.watcher.stop()
         if session.vitals is not None:
             session.vitals.stop()
 
@@ -452,11 +506,8 @@ class Stage:
     def diagnose(self, mark: str) -> DsparkError | None:
         """After a failed request: the rank that ended, if one did. It is the first cause from then on."""
         session = self._session(mark)
-        if session.error is None and session.engine and session.site and session.stopped is None:
-            try:
-                error = launch.diagnose(session.site, session.engine)
-            except DsparkError as unreachable:
-                error = LaunchError(unreachable.code, unreachable.message)
+        if session.error is None and session.engine and session.watcher and session.stopped is None:
+            error = session.watcher.settled(SETTLE_S, self._cancelled.is_set)
             if error:
                 self._remember(session, session.engine, error)
         return session.error
@@ -505,14 +556,18 @@ class Stage:
         """Stop what the session started, once; runs in the engine thread."""
         if session.site is None or session.stopped is not None:
             return
-        self._end_vitals(session)
+        self._end_watching(session)
         if self._live is session:
             self._live = None
         owned = session.engine.owned if session.engine else True
         if owned:
             run_id = session.engine.run_id if session.engine else self._run.run_id
             session.stopped = launch.stop(
-                session.site, session.started, run_id=run_id, gpus=(session.seen or {}).get("gpus")
+                session.site,
+                session.started,
+                run_id=run_id,
+                gpus=(session.seen or {}).get("gpus"),
+                free_gib=session.free_gib,
             )
             self._run.write(f"{session.mark}/teardown.json", session.stopped)
             self._report_stop(session)
@@ -521,6 +576,8 @@ class Stage:
     def _give_back(self, session: Session) -> None:
         for host in session.hosts.values():
             host.close()
+        if session.claim is not None:
+            session.claim.close()
         if session.hold is not None:
             session.hold.release()
             session.hold = None
@@ -528,7 +585,9 @@ class Stage:
     def _report_stop(self, session: Session) -> None:
         result = session.stopped or {}
         for item in result.get("left_behind", ()):
-            self._say(f"{session.mark}: LEFT BEHIND on {item['host']}: {item['name']} {item['id']} ({item['status']})")
+            what = f"{item['name']} {item['id']} ({item['status']})"
+            then = f"; type: {item['command']}" if "command" in item else ""
+            self._say(f"{session.mark}: LEFT BEHIND on {item['host']}: {what}{then}")
         problems = [*result.get("problems", ()), *(line for row in result.get("gpu_memory", ()) for line in held(row))]
         for problem in problems:
             self._say(f"{session.mark}: {problem}")
@@ -556,7 +615,7 @@ class Stage:
         session = self._live
         if session is None:
             return
-        self._end_vitals(session)
+        self._end_watching(session)
         if self._options.keep and not interrupted and session.error is None and session.engine and session.engine.owned:
             self._kept.keep(session.plan, session.engine.run_id)
             self._say(
@@ -576,6 +635,7 @@ class Stage:
                 "proven": s.report is not None and s.report.first_failure is None,
                 "unpublishable": list(s.plan.settings.unpublishable),
                 "wrapper": (s.seen or {}).get("wrapper"),
+                "orphans": list(s.orphans),
                 "hosts": s.vitals.summary() if s.vitals else None,
                 "error": str(s.error) if s.error else None,
             }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import resume, setup
+from pytest_dspark import inputs, ledger, resume, selftesting, setup
 from pytest_dspark.checks import lane_of
 from pytest_dspark.cluster import Host, HostEntry, Readings
 from pytest_dspark.datasets import data_folder
@@ -18,6 +18,7 @@ from pytest_dspark.evidence import Case, RunFolder, default_root, digest, new_ru
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
 from pytest_dspark.live import Live
+from pytest_dspark.pack import lane_settings
 from pytest_dspark.plan import Plan
 from pytest_dspark.recipe import Recipe
 from pytest_dspark.remote import Address, RemoteStage, StageServer
@@ -41,15 +42,15 @@ class State:
     server: StageServer | None = None
     interrupted: bool = False
     narrowed: bool = False
+    selftest: selftesting.Outcome | None = None
     ending: bool = False
     live: Live = field(default_factory=Live)
     replay: Replay | None = None
     holds: tuple[int, ...] = ()
 
     def settings(self, profile: str, lane: str) -> dict[str, Any]:
-        """What the recipe says for the lane of a check, and the profile's knobs under `knobs`."""
-        knobs = dict(self.plans[profile].settings.values)
-        return {**self.recipe.checks.get(lane, {}), "knobs": knobs}
+        """What the recipe says for the lane of a check, the profile's knobs under `knobs`, and the `challenge` if there is one."""
+        return lane_settings(self.recipe, self.plans[profile].settings, lane, self.options.challenge)
 
     def here(self, profile: str) -> dict[str, Any]:
         """What is true of this machine and not of the check: `models` (folders in which it may have the model), `cache`
@@ -137,7 +138,7 @@ def controller_state(
     setup.checked_weights(options)
     root = Path(out).absolute() if out else default_root()
     holds, replay = _resumed(resumed, root, plans, say) if resumed else ((), None)
-    run = new_run(root, secrets_known=_secrets(plans), about=_about(options, plans, replay))
+    run = _begun(root, options, plans, replay)
     recipe = next(iter(plans.values())).recipe
 
     def masked_say(text: str) -> None:
@@ -151,11 +152,26 @@ def controller_state(
     return State(options, plans, recipe, run, stage, masked_say, controller=True, replay=replay, holds=holds)
 
 
+def _begun(root: Path, options: setup.Options, plans: Mapping[str, Plan], replay: Replay | None) -> RunFolder:
+    """The run folder with its inputs, and the run's line in the ledger. Raises USAGE if that cannot be written."""
+    about = _about(options, plans, replay)
+    run = new_run(root, secrets_known=_secrets(plans), about=about)
+    try:
+        inputs.keep(run, plans)
+        fingerprints = {mark: plan.fingerprint for mark, plan in plans.items()}
+        number = ledger.began(root, run.run_id, fingerprints, rehearsal=about["rehearsal"])
+        run.write("run.json", {**run.about(), "ledger": {"began": number}})
+    except OSError as error:
+        raise ConfigError("USAGE", f"--dspark-out {root}: {error}") from error
+    return run
+
+
 def _about(options: setup.Options, plans: Mapping[str, Plan], replay: Replay | None) -> dict[str, Any]:
     """What run.json says from the first second, so that a run that was killed can be resumed."""
     return {
         "rehearsal": next(iter(plans.values())).recipe.rehearsal,
         "endpoint": bool(options.endpoint),
+        "challenge": options.challenge or None,
         "resumed": replay.run_id if replay else None,
         "profiles": {
             mark: {"profile": plan.profile.name, "recipe": plan.recipe.name, "fingerprint": plan.fingerprint}
@@ -280,7 +296,14 @@ class ForeignStage:
 
     def summary(self) -> dict[str, Any]:
         return {
-            mark: {"profile": plan.profile.name, "fingerprint": plan.fingerprint, "launched": False, "proven": False}
+            mark: {
+                "profile": plan.profile.name,
+                "recipe": plan.recipe.name,
+                "fingerprint": plan.fingerprint,
+                "launched": False,
+                "proven": False,
+                "unpublishable": list(plan.settings.unpublishable),
+            }
             for mark, plan in self._plans.items()
         }
 

@@ -231,7 +231,7 @@ class Loop:
             self._connect(ordered, streams, 0.0, len(ordered))
             start = self._limits.clock()
             while ordered or self._ready or self._open:
-                if ordered or self._ready:
+                if self._ready or (ordered and self._places() > 0):
                     self._connect(ordered, streams, self._limits.clock() - start, BURST)
                     self._send(start)
                 self._take_all(self._sleep(ordered, start))
@@ -287,7 +287,7 @@ class Loop:
         if not self._open:
             time.sleep(timeout)
             return
-        if len(self._open) > 1 and (nap := self._nap()):
+        if len(self._open) > 1 and (nap := min(self._nap(), timeout)):
             time.sleep(nap)
         for key, _ in self._selector.select(timeout):
             key.data.take(self._buffer)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark.answers import EMPHASIS, Judgement, final_answer, find_number, judge_number
 from pytest_dspark.asking import answer, ask, token_limit
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.garble import garbled
 from pytest_dspark.live import Live
@@ -21,6 +20,9 @@ from pytest_dspark.parts import Part, Parts, counts
 from pytest_dspark.proportion import share, shown
 from pytest_dspark.questions import Ask, Asker, Question
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 ALONE: Final = "/alone"
 """Ending of the id of a question that was asked with nothing beside it."""

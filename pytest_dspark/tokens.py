@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Final
-
-import tiktoken
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tiktoken
 
 PIECE: Final = 65_536
 """Characters that are encoded at once, at least: then the first place is sought where a cut changes no token."""
@@ -358,6 +359,8 @@ def _cached(raw: bytes, digest: str, cache: Path | None) -> Table:
 @lru_cache(maxsize=1)
 def _others() -> tiktoken.Encoding:
     """Gives tokens for characters that are no blank, letter or number, by tiktoken's own tables, and none for others."""
+    import tiktoken  # only who encodes needs it
+
     ranks = {bytes([byte]): byte for byte in range(256)}
     return tiktoken.Encoding("others", pat_str=r"[^\s\p{L}\p{N}]", mergeable_ranks=ranks, special_tokens={})
 
@@ -495,6 +498,8 @@ def load_tokenizer(path: Path, *, cache: Path | None) -> Tokenizer:
     `cache` is a folder for what was checked, by the file's sha256 (None: check each time, a second or two for 128,000
     merges). ConfigError: MODEL_MISSING if the file cannot be read, RECIPE_INVALID naming the feature if it is not supported.
     """
+    import tiktoken  # only who encodes needs it
+
     raw = _read(path)
     digest = hashlib.sha256(raw).hexdigest()
     table = _cached(raw, digest, cache)

@@ -66,7 +66,8 @@ class _Seen:
 
 
 class Vitals:
-    """One thread a host, so that a host that hangs hides no other. `on_crossing` gets host, reason and reading, once."""
+    """One thread a host, so that a host that hangs hides no other. `on_crossing` gets host, reason and reading, once;
+    `record` gets host and every reading."""
 
     def __init__(
         self,
@@ -75,10 +76,12 @@ class Vitals:
         *,
         on_crossing: Callable[[str, str, Readings], None],
         say: Callable[[str], None],
+        record: Callable[[str, Readings], None] = lambda host, found: None,  # noqa: ARG005
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts, self._brakes, self._on_crossing, self._say = hosts, brakes, on_crossing, say
+        self._record = record
         self._every_s, self._clock = every_s, clock
         self._seen = {name: _Seen() for name in hosts}
         self._stop = threading.Event()
@@ -97,6 +100,7 @@ class Vitals:
         said = ""
         while not self._stop.is_set():
             found = host.readings()
+            self._record(name, found)
             before = self._seen[name].last
             with self._lock:
                 self._seen[name].add(found, self._clock())

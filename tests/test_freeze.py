@@ -134,7 +134,8 @@ def test_ranks_that_differ_or_show_nothing_are_not_frozen(pair):
     freeze.alike(ranks)
     with pytest.raises(ConfigError, match=r"rank 1 \(spark-2\) differs from rank 0 in hashes.*engine.py"):
         freeze.alike([ranks[0], test_gate.inside(ranks[1], hashes=INSIDE["hashes"])])
-    for nothing in ({"packages": {}}, {"hashes": {"vllm": None}}, {"missing": "no python3"}):
+    unread = {"hashes": {"vllm": {"vllm/engine.py": None}}}
+    for nothing in ({"packages": {}}, {"hashes": {"vllm": None}}, unread, {"missing": "no python3"}):
         with pytest.raises(ConfigError, match="rank 1"):
             freeze.alike([ranks[0], test_gate.inside(ranks[1], **nothing)])
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_dspark.audit import Audit, nothing
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.parts import Judge, Part
 from pytest_dspark.verdict import Finding, Verdict
@@ -23,7 +24,8 @@ class Check:
 
     `exclusive` checks time something and hold the engine alone; the others share it. A check with `judge_part` gives each of
     its questions a row: `measure` also gets `parts`, and `recount` makes its finding's counts anew from the judged
-    questions.
+    questions; `audit_part` says what of one stored question does not follow. `audit` makes again what a stored finding derives
+    from itself and from the recipe.
     """
 
     measure: Callable[..., Finding]
@@ -32,6 +34,8 @@ class Check:
     exclusive: bool = False
     judge_part: Judge | None = None
     recount: Callable[[Mapping[str, Any], Sequence[Part]], Mapping[str, Any]] | None = None
+    audit: Audit = nothing
+    audit_part: Callable[[Part], Iterator[str]] | None = None
 
 
 def resolve(check_id: str) -> Check:

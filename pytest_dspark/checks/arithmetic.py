@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark.asking import level_of, needed
+from pytest_dspark.audit import prompt_sha256, same
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.live import Live
 from pytest_dspark.parts import Part, Parts
@@ -17,6 +17,9 @@ from pytest_dspark.proportion import share, shown
 from pytest_dspark.questions import Question
 from pytest_dspark.tally import above_floor, ask_set, counted, judge_part, unfinished
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 LEVELS: Final = 5
 SEED: Final = 1
@@ -96,4 +99,26 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     return PASS
 
 
-CHECKS = {"graded": Check(measure, judge, exclusive=True, judge_part=judge_part, recount=recount)}
+def audit(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    """What was asked is what the recipe says."""
+    data = finding.data
+    asked = {"per_level": settings["per_level"], "asked": LEVELS * settings["per_level"], "seed": SEED}
+    yield from same("asked", {name: data[name] for name in asked}, asked)
+    yield from same("how.streams", data["how"]["streams"], level_of(settings, settings["streams"]))
+
+
+def audit_part(part: Part) -> Iterator[str]:
+    """The question and its answer are those of this set."""
+    _, level, number = part.id.split("-")
+    made = question(int(level), int(number))
+    if part.data is not None:
+        yield from same("sha256", part.data["sha256"], made.sha256)
+        yield from same("expect", part.data["expect"], made.expect)
+        yield from same("reply.prompt_sha256", part.data["reply"]["prompt_sha256"], prompt_sha256(made.prompt))
+
+
+CHECKS = {
+    "graded": Check(
+        measure, judge, exclusive=True, judge_part=judge_part, recount=recount, audit=audit, audit_part=audit_part
+    )
+}

@@ -12,12 +12,11 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import outside
 from pytest_dspark.asking import needed
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import Stopwatch, write_whole
 from pytest_dspark.live import Live
@@ -25,6 +24,9 @@ from pytest_dspark.parts import Part, Parts, counts
 from pytest_dspark.proportion import share, shown
 from pytest_dspark.tally import INFRASTRUCTURE, above_floor, unfinished
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 CATEGORIES: Final = ("multi_turn_base", "multiple", "parallel", "parallel_multiple")
 DRIVER: Final = Path(__file__).parents[1] / "bfcl_driver.py"

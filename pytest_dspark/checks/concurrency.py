@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from pytest_dspark.audit import Audit
 from pytest_dspark.checks import Check
-from pytest_dspark.checks.timed import Row, judge_row, measure_row, shape_of
-from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.checks.timed import Row, audit_row, judge_row, measure_row, shape_of
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.load import poisson, staggered, together
 from pytest_dspark.verdict import Finding
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 LEVELS = (1, 2, 4, 6, 8, 12, 16)
 
@@ -47,6 +50,18 @@ def _poisson(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> 
     return measure_row(row, endpoint, {**settings, "slo": asked["slo"]}, live)
 
 
-CHECKS = {f"c{level}": Check(_ladder(level), judge_row, exclusive=True) for level in LEVELS}
-CHECKS["staggered"] = Check(_staggered, judge_row, exclusive=True)
-CHECKS["poisson"] = Check(_poisson, judge_row, exclusive=True)
+def _audit_ladder(level: int) -> Audit:
+    return audit_row(shape_of, lambda _, __: together(level))
+
+
+def _staggered_arrivals(settings: Mapping[str, Any], name: str) -> Sequence[float]:
+    return staggered(settings["staggered"]["streams"], settings["staggered"]["every_s"])
+
+
+def _poisson_arrivals(settings: Mapping[str, Any], name: str) -> Sequence[float]:
+    return poisson(settings["poisson"]["streams"], settings["poisson"]["per_s"], name)
+
+
+CHECKS = {f"c{level}": Check(_ladder(level), judge_row, exclusive=True, audit=_audit_ladder(level)) for level in LEVELS}
+CHECKS["staggered"] = Check(_staggered, judge_row, exclusive=True, audit=audit_row(shape_of, _staggered_arrivals))
+CHECKS["poisson"] = Check(_poisson, judge_row, exclusive=True, audit=audit_row(shape_of, _poisson_arrivals))

@@ -6,18 +6,22 @@ model, not of this code. Each answer is stored as it came, so that the judge can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark.answers import judge_code, judge_json, judge_number
 from pytest_dspark.asking import answer, ask, ask_with_tools, token_limit
+from pytest_dspark.audit import Audit, prompt_sha256, same
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.garble import garbled
 from pytest_dspark.gate import canary_prompt, judge_tool, weather_tool
+from pytest_dspark.haystack import chooser, like, new_code
 from pytest_dspark.live import Live
 from pytest_dspark.recipe import Canary
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 
 def _ask(endpoint: Endpoint, settings: Mapping[str, Any], prompt: str, **extra: Any) -> dict[str, Any]:
@@ -110,8 +114,17 @@ def judge_tool_call(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 
 def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
     """A code in the middle of filler, asked for at the end."""
+    canary = _retrieval_canary(settings)
+    reply = _ask(endpoint, settings, canary_prompt(canary))
+    return Finding("correctness.retrieval", {"expect": canary.expect, "reply": reply})
+
+
+def _retrieval_canary(settings: Mapping[str, Any]) -> Canary:
+    """With the recipe's code, or one that the challenge makes."""
     code = settings["retrieval_code"]
-    canary = Canary(
+    if settings.get("challenge"):
+        code = new_code(like(code), chooser(settings["challenge"], "correctness.retrieval"))
+    return Canary(
         name="retrieval",
         kind="code",
         prompt="What is the secret code in the text above? Reply with only the code.",
@@ -119,7 +132,6 @@ def measure_retrieval(endpoint: Endpoint, *, settings: Mapping[str, Any], live: 
         expect=code,
         filler=settings["retrieval_filler"],
     )
-    return Finding("correctness.retrieval", {"expect": code, "reply": _ask(endpoint, settings, canary_prompt(canary))})
 
 
 def judge_retrieval(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
@@ -162,10 +174,46 @@ def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     return Verdict(Status.FAIL, "GARBLED", f"{problem}, in {text[:80]!r}") if problem else PASS
 
 
+# --- what was asked is what the recipe says
+
+
+def _audit_prompt(name: str, reply: Mapping[str, Any], prompt: str) -> Iterator[str]:
+    yield from same(f"{name}.prompt_sha256", reply["prompt_sha256"], prompt_sha256(prompt))
+
+
+def _audit_arithmetic(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    cases = finding.data["cases"]
+    asked = [{key: value for key, value in case.items() if key != "reply"} for case in cases]
+    yield from same("cases", asked, settings["arithmetic"])
+    for number, case in enumerate(cases):
+        yield from _audit_prompt(f"cases.{number}.reply", case["reply"], case["prompt"])
+
+
+def _audit_one(key: str, prompt: str) -> Audit:
+    """The finding's `expect` is the recipe's `key`, and the prompt was the recipe's."""
+
+    def audit(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+        yield from same("expect", finding.data["expect"], settings[key])
+        yield from _audit_prompt("reply", finding.data["reply"], settings[prompt])
+
+    return audit
+
+
+def _audit_retrieval(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    canary = _retrieval_canary(settings)
+    yield from same("expect", finding.data["expect"], canary.expect)
+    yield from _audit_prompt("reply", finding.data["reply"], canary_prompt(canary))
+
+
+def _audit_stream(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    yield from same("tokens", finding.data["tokens"], settings["stream_tokens"])
+    yield from _audit_prompt("reply", finding.data["reply"], settings["stream_prompt"])
+
+
 CHECKS = {
-    "stream": Check(measure_stream, judge_stream),
-    "arithmetic": Check(measure_arithmetic, judge_arithmetic),
-    "json": Check(measure_json, judge_json_answer),
-    "tool": Check(measure_tool, judge_tool_call),
-    "retrieval": Check(measure_retrieval, judge_retrieval),
+    "stream": Check(measure_stream, judge_stream, audit=_audit_stream),
+    "arithmetic": Check(measure_arithmetic, judge_arithmetic, audit=_audit_arithmetic),
+    "json": Check(measure_json, judge_json_answer, audit=_audit_one("json_expect", "json_prompt")),
+    "tool": Check(measure_tool, judge_tool_call, audit=_audit_one("tool_expect", "tool_prompt")),
+    "retrieval": Check(measure_retrieval, judge_retrieval, audit=_audit_retrieval),
 }

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark import datasets
 from pytest_dspark.asking import level_of, needed
+from pytest_dspark.audit import same
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.live import Live
 from pytest_dspark.parts import Part, Parts
 from pytest_dspark.proportion import shown
 from pytest_dspark.tally import ALONE, above_floor, agreement, ask_set, counted, judge_part, unfinished
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 
 def measure(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live, parts: Parts) -> Finding:
@@ -84,4 +87,16 @@ def _agreed(data: Mapping[str, Any], limits: Mapping[str, Any]) -> Verdict:
     return Verdict(Status.FAIL, "LIMIT_EXCEEDED", text)
 
 
-CHECKS = {"": Check(measure, judge, exclusive=True, judge_part=judge_part, recount=recount)}
+def audit(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    """What was asked is what the recipe says, of the official file."""
+    data, whole = finding.data, datasets.GSM8K.questions
+    subset = whole if settings["subset"] == "all" else settings["subset"]
+    official = {"name": "gsm8k", "sha256": datasets.GSM8K.sha256, "questions": whole}
+    yield from same("dataset", data["dataset"], official)
+    yield from same("asked", data["asked"], {"beside": subset, "alone": min(settings["alone"], subset)})
+    yield from same("max_tokens", data["max_tokens"], settings["max_tokens"])
+    streams = {name: told["streams"] for name, told in data["how"].items()}
+    yield from same("how.streams", streams, {"alone": 1, "beside": level_of(settings, settings["streams"])})
+
+
+CHECKS = {"": Check(measure, judge, exclusive=True, judge_part=judge_part, recount=recount, audit=audit)}

@@ -12,19 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import answers, haystack, prefill, prose
 from pytest_dspark.asking import answer
+from pytest_dspark.audit import rising, same
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint, Reply
 from pytest_dspark.errors import BlockedError, ConfigError, EndpointError
 from pytest_dspark.haystack import Body, Encode, Prompt, Secret, Template
 from pytest_dspark.live import Live
 from pytest_dspark.metrics import Figure, Metrics, delta
 from pytest_dspark.recipe import Needle, needle_of
+from pytest_dspark.reply import Reply
 from pytest_dspark.tokens import Tokenizer, load_tokenizer
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 CELLS: Final = (25, 50, 90)
 """Shares of the usable window in percent."""
@@ -33,6 +37,8 @@ ROUNDS: Final = 5
 COUNT_S: Final = 120.0
 MARKUP: Final = ("<|", "<｜", "<think>", "</think>", "[INST]", "<s>", "</s>")
 """What a server may read as tokens of its template: not allowed in a text that the server itself encodes."""
+PLACE: Final = 200
+"""Tokens that one needle has at most, and by which it may stand beside its place."""
 NEW_TEXT: Final = "7 herons stood still (all of them)"
 
 
@@ -157,10 +163,11 @@ def _rendered(endpoint: Endpoint, options: Needle, text: str) -> tuple[Sequence[
     return found.ids, found.how
 
 
-def body_of(options: Needle, made: Coder) -> tuple[Body, dict[str, Any]]:
+def body_of(options: Needle, made: Coder, challenge: str = "") -> tuple[Body, dict[str, Any]]:
     """The filler and what is to be known of it."""
     if not options.filler:
-        return Body(prose.generated(options.seed), made.encode), {"kind": "generated", "seed": options.seed}
+        seed = haystack.seed_of(challenge, options.seed)
+        return Body(prose.generated(seed), made.encode), {"kind": "generated", "seed": seed}
     path = Path(options.filler)
     blocks = prose.from_file(path, options.filler_sha256)
     if options.send == "chat" or made.tokenizer is None:
@@ -206,9 +213,10 @@ def measure(percent: int, endpoint: Endpoint, *, settings: Mapping[str, Any], li
     if not size.fits:
         return Finding(name, {**size.as_json(), "sent": False})
     _not_after_a_stall(size, settings.get("earlier", ()))
-    secrets = haystack.new_secrets(options)
+    challenge = settings.get("challenge", "")
+    secrets = haystack.new_secrets(options, haystack.chooser(challenge, name))
     made = coder(endpoint, options, settings, f"{haystack.new_nonce()}\n\n {secrets[0].sentence}{haystack.CLOSING}Why?")
-    body, filler = body_of(options, made)
+    body, filler = body_of(options, made, challenge)
     prompt = prompt_of(endpoint, options, made, body, size.prompt, secrets)
     data = {**size.as_json(), "sent": True, "counted_by": made.how, "filler": filler, **_prompt_json(prompt)}
     del body
@@ -420,9 +428,52 @@ def _codes(data: Mapping[str, Any]) -> Verdict:
     return Verdict(Status.FAIL, result.code, result.message + named)
 
 
+# --- what was asked is what the recipe says
+
+
+def audit(percent: int, finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes, budgets, needles and times of a cell, made again."""
+    data, options = finding.data, _options(settings)
+    told = {"percent": percent, "reserve": options.reserve, "max_tokens": options.budget}
+    told["planned_tokens"] = depth(data["window"], options.reserve, percent)
+    yield from same("cell", {key: data[key] for key in told}, told)
+    if data["sent"]:
+        yield from _audit_needles(data, options, settings.get("challenge", ""))
+        yield from _audit_answer(data)
+
+
+def _audit_needles(data: Mapping[str, Any], options: Needle, challenge: str) -> Iterator[str]:
+    """The needles and decoys of the recipe or of the challenge, each where its share says."""
+    yield from same("needles", [one["share"] for one in data["needles"]], sorted(options.positions))
+    yield from same("decoys", len(data["decoys"]), options.decoys)
+    if options.send == "ids":
+        yield from same("prompt_tokens_built", data["prompt_tokens_built"], data["planned_tokens"])
+    slack = data["template"]["before"] + data["template"]["after"] + data["planned_tokens"] // 20 + PLACE
+    for one in (*data["needles"], *data["decoys"]):
+        if not 0 < one["tokens"] <= PLACE or abs(one["offset"] - one["share"] * data["planned_tokens"]) > slack:
+            yield f"the {one['label']} stands at {one['offset']} with {one['tokens']} tokens, its share is {one['share']}"
+    if not challenge:
+        return
+    wanted = haystack.new_secrets(options, haystack.chooser(challenge, f"needle.{data['percent']}pct"))
+    told = [(one.code, one.label, one.share) for one in wanted]
+    found = [(one["code"], one["label"], one["share"]) for one in (*data["needles"], *data["decoys"])]
+    yield from same("codes of the challenge", sorted(found), sorted(told))
+    if data["filler"]["kind"] == "generated":
+        yield from same("filler.seed", data["filler"]["seed"], haystack.seed_of(challenge, options.seed))
+
+
+def _audit_answer(data: Mapping[str, Any]) -> Iterator[str]:
+    """The cache state, and the times in order."""
+    if not data["reply"]:
+        return
+    cache, times = data["cache"], data["timing"]
+    yield from same("cache.state", cache["state"], cache_state(cache["prefix_hits"], cache["cached_tokens"]))
+    yield from rising("timing", start=0.0, **{key: times[key] for key in ("first_token_s", "last_token_s", "end_s")})
+
+
 def _check(percent: int) -> Check:
     measured: Callable[..., Finding] = partial(measure, percent)
-    return Check(measured, judge, exclusive=True)
+    return Check(measured, judge, exclusive=True, audit=partial(audit, percent))
 
 
 CHECKS = {f"{percent}pct": _check(percent) for percent in CELLS}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from pytest_dspark.audit import same
 from pytest_dspark.checks import Check
-from pytest_dspark.checks.timed import Row, canary_step, judge_row, measure_row, shape_of
-from pytest_dspark.endpoint import Endpoint
+from pytest_dspark.checks.timed import Row, audit_row, canary_step, judge_row, measure_row, shape_of
 from pytest_dspark.live import Live
 from pytest_dspark.load import PROMPT_CLASSES, Shape, together
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 CANARIES = 5
 
@@ -21,7 +24,7 @@ def _row(name: str, shape: Callable[[Mapping[str, Any]], Shape]) -> Check:
         row = Row(f"performance.{name}", shape(settings), lambda _: together(1), "one stream")
         return measure_row(row, endpoint, settings, live)
 
-    return Check(measure, judge_row, exclusive=True)
+    return Check(measure, judge_row, exclusive=True, audit=audit_row(shape, lambda _, __: together(1)))
 
 
 def _canaries(endpoint: Endpoint, *, settings: Mapping[str, Any], live: Live) -> Finding:
@@ -53,6 +56,13 @@ def _judge_canaries(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     return PASS
 
 
+def _audit_canaries(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    told = [step["step_s"] for step in finding.data["steps"] if step["step_s"]]
+    yield from same("asked", finding.data["asked"], settings["canary_tokens"])
+    yield from same("steps", len(finding.data["steps"]), CANARIES)
+    yield from same("spread", finding.data["spread"], max(told) / min(told) - 1 if len(told) == CANARIES else None)
+
+
 def _decode(prompt_class: str) -> Callable[[Mapping[str, Any]], Shape]:
     return lambda settings: shape_of(settings, prompt_class=prompt_class)
 
@@ -62,7 +72,7 @@ def _prefill(settings: Mapping[str, Any]) -> Shape:
 
 
 CHECKS = {
-    "canary": Check(_canaries, _judge_canaries, exclusive=True),
+    "canary": Check(_canaries, _judge_canaries, exclusive=True, audit=_audit_canaries),
     "latency": _row("latency", lambda settings: shape_of(settings, tokens=settings["latency_tokens"], chat=True)),
     **{f"decode-{name}": _row(f"decode-{name}", _decode(name)) for name in PROMPT_CLASSES},
     "prefill": _row("prefill", _prefill),

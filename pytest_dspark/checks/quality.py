@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.verdict import Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 WHY: Final = {
     "qa": "multiple-choice questions (ARC) are not built",

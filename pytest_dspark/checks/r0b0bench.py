@@ -11,15 +11,17 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import outside
 from pytest_dspark.asking import needed
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.live import Live
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 STATUSES: Final = ("PASS", "FAIL", "SKIP", "ERROR", "NOT_IMPLEMENTED", "NOT_GRADED")
 COMMAND: Final = "r0b0bench"

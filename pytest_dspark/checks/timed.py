@@ -11,16 +11,21 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pytest_dspark.audit import SLACK_S, Audit, same
+from pytest_dspark.calibration import audit as calibration_audit
 from pytest_dspark.calibration import calibrate, unresolved
-from pytest_dspark.endpoint import Endpoint, Progress
 from pytest_dspark.live import Live
 from pytest_dspark.load import Shape, cache_state, foreign, provable, volley
+from pytest_dspark.load import audit as volley_audit
 from pytest_dspark.timing import quantile, t_interval, wilson
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint, Progress
 
 STABLE = 0.10
 MOST_WARM_UPS = 5
@@ -299,6 +304,71 @@ def _fairness(volleys: Sequence[Mapping[str, Any]]) -> float | None:
     """Slowest stream over fastest, by end-to-end time, in the worst repeat: 1 is fair."""
     ends = [[stream["end_s"] for stream in one["samples"]] for one in volleys]
     return max((max(each) / min(each) for each in ends if each and min(each) > 0), default=None)
+
+
+# --- every figure, made again
+
+
+def audit_row(
+    shape: Callable[[Mapping[str, Any]], Shape], arrivals: Callable[[Mapping[str, Any], str], Sequence[float]]
+) -> Audit:
+    """The audit of a row that asks for requests of this shape, arriving so in the repeat of a name."""
+
+    def audit(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+        data, asked = finding.data, shape(settings)
+        told = {"tokens": asked.tokens, "prompt_class": asked.prompt_class}
+        told["method"] = "chat" if asked.chat else "completions"
+        yield from same("row", {key: data[key] for key in told}, told)
+        yield from same("repeats", len(data["repeats"]), settings["repeats"])
+        names = [f"repeat {number + 1}" for number in range(len(data["repeats"]))]
+        for number, (name, one) in enumerate(zip(names, data["repeats"], strict=True)):
+            yield from volley_audit(f"repeats.{number}", one, arrivals(settings, name))
+        yield from _audit_quoted(data, settings)
+        yield from _audit_around(data, settings)
+
+    return audit
+
+
+def _audit_quoted(data: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    """The figures that are quoted."""
+    slo = settings.get("slo") or (settings["poisson"]["slo"] if data["headline"]["goodput"] else None)
+    made = headline(data["repeats"], slo)
+    made["unresolved"] = unresolved(made, data["calibration"], data["tokens"])
+    yield from same("headline", data["headline"], made)
+    yield from same("cache", data["cache"], [cache_state(one) for one in data["repeats"]])
+
+
+def _audit_around(data: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[str]:
+    """Warm-up, calibration, canaries, and the order of the repeats."""
+    rates, canary, calibration = data["warm_up"]["rates"], data["canary"], data["calibration"]
+    settled = len(rates) > 1 and rates[-1] and rates[-2] and abs(rates[-1] / rates[-2] - 1) < STABLE
+    yield from same("warm_up.stable", data["warm_up"]["stable"], bool(settled))
+    if not 1 <= len(rates) <= MOST_WARM_UPS:
+        yield f"warm_up.rates are {len(rates)}"
+    yield from same("canary.drift", canary["drift"], drift(canary["before"], canary["after"]))
+    yield from calibration_audit(calibration)
+    ends = [max(s["at_s"] + s["end_s"] for s in one["samples"]) for one in data["repeats"]]
+    starts = [min(s["at_s"] for s in one["samples"]) for one in data["repeats"]]
+    for number, (end, start) in enumerate(zip(ends, starts[1:], strict=False)):
+        if start < end - SLACK_S:
+            yield f"repeats.{number + 1} begins before repeats.{number} has ended"
+    for one in data["repeats"]:
+        yield from _audit_arrivals(one["samples"])
+
+
+def _audit_arrivals(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Every stream was sent when it was due and had waited, on the row's own clock."""
+    begins = [one["at_s"] - one["due_s"] - one["wait_s"] for one in samples]
+    for number, begin in enumerate(begins):
+        if abs(begin - begins[0]) > SLACK_S:
+            yield f"samples.{number}: at_s, due_s and wait_s are not those of one row"
+
+
+def seconds_of(data: Mapping[str, Any]) -> float:
+    """The least time that the row took, by its own stamps."""
+    first = min(s["at_s"] for s in data["repeats"][0]["samples"])
+    last = max(s["at_s"] + s["end_s"] for one in data["repeats"] for s in one["samples"])
+    return float(data["warm_up"]["seconds"] + last - first)
 
 
 # --- the verdict

@@ -7,19 +7,22 @@ with HTTP 400: that is NOT_IMPLEMENTED with its own words, and no fault of the m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import prose
 from pytest_dspark.answers import judge_json
 from pytest_dspark.asking import answer, ask, ask_with_tools, section, token_limit
+from pytest_dspark.audit import Audit, same
 from pytest_dspark.checks import Check
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.gate import weather_tool
 from pytest_dspark.live import Live
 from pytest_dspark.strictjson import loads
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 WEATHER: Final = weather_tool("get_weather")
 CLOCK: Final[dict[str, Any]] = {
@@ -214,10 +217,30 @@ def judge_thinking(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     return PASS
 
 
+# --- what was asked is what the recipe says
+
+
+def _audit(expected: Callable[[Mapping[str, Any]], Any]) -> Audit:
+    def audit(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+        yield from same("expect", finding.data["expect"], expected(settings))
+
+    return audit
+
+
+def _audit_long(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    words = settings["long"]["words"]
+    yield from same("words", finding.data["words"], words)
+    yield from same("expect", finding.data["expect"], {"title": "log", "text": long_text(words)})
+
+
+_AUTO: Final = _audit(lambda settings: settings["auto"]["expect"])
+
 CHECKS = {
-    "schema": Check(measure_schema, judge_schema),
-    "auto": Check(measure_auto, judge_auto),
-    "long": Check(measure_long, judge_long),
-    "parallel": Check(measure_parallel, judge_parallel),
-    "thinking": Check(measure_thinking, judge_thinking),
+    "schema": Check(
+        measure_schema, judge_schema, audit=_audit(lambda settings: json.loads(settings["schema"]["expect"]))
+    ),
+    "auto": Check(measure_auto, judge_auto, audit=_AUTO),
+    "long": Check(measure_long, judge_long, audit=_audit_long),
+    "parallel": Check(measure_parallel, judge_parallel, audit=_audit(lambda settings: settings["parallel"]["expect"])),
+    "thinking": Check(measure_thinking, judge_thinking, audit=_AUTO),
 }

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_dspark import divergence
 from pytest_dspark.answers import codes_in, final_answer, judge_code, shape_of
@@ -26,9 +26,9 @@ from pytest_dspark.asking import (
     streams_of,
     token_limit,
 )
+from pytest_dspark.audit import near, prompt_sha256, same
 from pytest_dspark.checks import Check
 from pytest_dspark.divergence import Parting, losers, parting, tokens_of
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.garble import garbled
 from pytest_dspark.haystack import new_code, new_nonce
@@ -37,6 +37,9 @@ from pytest_dspark.metrics import Figure, Metrics, delta
 from pytest_dspark.proportion import share, shown
 from pytest_dspark.reply import RequestError
 from pytest_dspark.verdict import PASS, Finding, Status, Verdict
+
+if TYPE_CHECKING:
+    from pytest_dspark.endpoint import Endpoint
 
 FIRST_CHURN_S = 0.01
 
@@ -302,8 +305,47 @@ def judge_staggered(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     return Verdict(first.status, first.code, f"{len(bad)} of {len(streams)} streams; stream {number}: {first.message}")
 
 
+# --- what follows from what
+
+
+def audit_condense(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Partings, their share and the length of acceptance, made again; victims, margin and load as the recipe says."""
+    data, asked = finding.data, settings["condense"]
+    yield from same("victims", data["victims"], asked["victims"])
+    yield from same("margin", data["margin"], asked["margin"])
+    yield from same("churn.threads", data["churn"]["threads"], streams_of(settings, asked["churn"] + 1) - 1)
+    yield from same("rounds", len(data["beside"]), asked["rounds"] * len(data["victims"]))
+    victims = [*range(len(data["victims"])), *(one["victim"] for one in data["beside"])]
+    for number, reply in zip(victims, [*data["alone"], *data["beside"]], strict=True):
+        yield from same("prompt_sha256", reply["prompt_sha256"], prompt_sha256(data["victims"][number]["prompt"]))
+    for at, one in enumerate(data["beside"]):
+        again = parting(data["alone"][one["victim"]], one, data["margin"]).as_json()
+        yield from same(f"beside.{at}.parting", one["parting"], again)
+    differ = sum(one["parting"]["kind"] != divergence.SAME for one in data["beside"])
+    yield from same("diverged", data["diverged"], share(differ, len(data["beside"])))
+    for when, told in data["acceptance"].items():
+        length = 1 + told["accepted"] / told["drafts"] if told["drafts"] and told["accepted"] is not None else None
+        yield from near(f"acceptance.{when}.length", told["length"], length)
+
+
+def audit_crosstalk(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    asked, rounds = settings["crosstalk"], finding.data["rounds"]
+    yield from same("streams", finding.data["streams"], streams_of(settings, asked["streams"]))
+    yield from same("rounds", [len(one) for one in rounds], [finding.data["streams"]] * asked["rounds"])
+
+
+def audit_staggered(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
+    asked, streams = settings["staggered"], finding.data["streams"]
+    yield from same("every_s", finding.data["every_s"], asked["every_s"])
+    yield from same("streams", len(streams), streams_of(settings, asked["streams"]))
+    for number, one in enumerate(streams):
+        turn = asked["questions"][number % len(asked["questions"])]
+        yield from same(f"streams.{number}.question", one["question"], turn)
+        yield from same(f"streams.{number}.prompt_sha256", one["prompt_sha256"], prompt_sha256(turn["prompt"]))
+
+
 CHECKS = {
-    "condense": Check(measure_condense, judge_condense, exclusive=True),
-    "crosstalk": Check(measure_crosstalk, judge_crosstalk, exclusive=True),
-    "staggered": Check(measure_staggered, judge_staggered, exclusive=True),
+    "condense": Check(measure_condense, judge_condense, exclusive=True, audit=audit_condense),
+    "crosstalk": Check(measure_crosstalk, judge_crosstalk, exclusive=True, audit=audit_crosstalk),
+    "staggered": Check(measure_staggered, judge_staggered, exclusive=True, audit=audit_staggered),
 }

@@ -399,6 +399,14 @@ class DockerHost:
         shown = self.read(["ss", "-ltnpH", f"sport = :{port}"])
         return owner_from_ss(shown.text) if shown.code == 0 else "unknown"
 
+    def worked_s(self, rank_id: str) -> float | None:
+        """One look at the container's counters, without the second that Docker waits to compute a share."""
+        query: dict[str, Any] = {"stream": 0, "one-shot": 1}
+        with self._translated(f"stats of {rank_id[:12]}"):
+            found = self._call("GET", f"/containers/{rank_id}/stats", **query) or {}
+        used = ((found.get("cpu_stats") or {}).get("cpu_usage") or {}).get("total_usage")
+        return used / 1e9 if used else None
+
     def readings(self) -> Readings:
         return self._reader.read(self.read)
 

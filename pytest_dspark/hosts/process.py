@@ -366,6 +366,11 @@ class ProcessHost:
         inodes = listening_inodes(text, port)
         return local_owner(inodes) if inodes else ""
 
+    def worked_s(self, rank_id: str) -> float | None:
+        rank = self._known(rank_id)
+        used = [proctable.worked_s(entry.pid) for entry in self._members(rank)] if rank else []
+        return sum(one for one in used if one is not None) if any(one is not None for one in used) else None
+
     def readings(self) -> Readings:
         """This machine's, or what the file named by REHEARSAL_READINGS in this host's environment says."""
         pretended = dict(self._entry.env).get(PRETENDED)

@@ -66,6 +66,17 @@ def environment(pid: int) -> tuple[str, ...] | None:
     return tuple(entry.decode("utf-8", "surrogateescape") for entry in raw.split(b"\0") if entry)
 
 
+def worked_s(pid: int) -> float | None:
+    """Processor time of all its threads so far, in seconds; None if it cannot be read. The scheduler counts nanoseconds."""
+    total, found = 0, False
+    for path in (PROC / str(pid) / "task").glob("*/schedstat"):
+        try:
+            total, found = total + int(path.read_text(encoding="ascii").split()[0]), True
+        except (OSError, ValueError, IndexError):
+            continue
+    return total / 1e9 if found else None
+
+
 def command_line(pid: int) -> tuple[str, ...]:
     """argv of the process; empty if it cannot be read."""
     try:

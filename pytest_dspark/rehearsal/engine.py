@@ -22,6 +22,7 @@ from sequence import Event, Sequence
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 IDLE_LOOK_S = 0.02
 STEP_TIMEOUT_S = 300.0
+LONG = 2000
 
 Sync = Callable[[], Awaitable[None]]
 Told = Callable[[int, bool], None]
@@ -42,6 +43,7 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._wake = asyncio.Event()
+        self._dawdled = False
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request; what becomes of it arrives in its `events`."""
@@ -143,6 +145,7 @@ class Engine:
         prefilling = self._share_prefill()
         begin = time.monotonic()
         await self._hang_if_asked()
+        await self._dawdle_if_asked()
         await asyncio.wait_for(self._sync(), timeout_s)
         duration = self._pace.step(sum(tokens for _, tokens in prefilling), len(decoding))
         await asyncio.sleep(max(0.0, begin + duration - time.monotonic()))
@@ -161,6 +164,12 @@ class Engine:
         limit = self._faults.number("hang_after_tokens")
         if limit is not None and self.numbers.generation_tokens >= limit:
             await asyncio.Event().wait()
+
+    async def _dawdle_if_asked(self) -> None:
+        seconds = self._faults.number("slow_step_s")
+        if seconds is not None and self.numbers.generation_tokens >= LONG and not self._dawdled:
+            self._dawdled = True
+            await asyncio.sleep(seconds)
 
     def _apply(self, decoding: list[Sequence], prefilling: list[tuple[Sequence, int]]) -> None:
         """What the step gave: prompts go on, and everyone who decodes gets an event."""

@@ -12,6 +12,10 @@ name ignore it: the API is the head's alone.
 | die_after_tokens=N | any | kills itself (SIGKILL) after the engine generated N tokens |
 | die_after_s=N | any | kills itself N seconds after it was ready |
 | hang_after_tokens=N | any | after N tokens the engine stands still: the API answers, no token comes any more |
+| engine_dies_after_s=N | head | the engine core dies N seconds after it was ready, by itself |
+| api_gone_after_s=N | head | the API closes its port N seconds after it was ready; the rank runs on |
+| eat_memory_after_s=N | any | takes all the memory that it gets, N seconds after it was ready |
+| slow_step_s=N | head | one step of a long answer takes N seconds, in which no counter moves and all ranks work |
 | slow_stop | any | ignores SIGTERM |
 | marker_missing=TEXT | any | lines that contain TEXT are not printed |
 | extra_line=TEXT | any | prints TEXT as a warning of the worker while loading |
@@ -85,6 +89,10 @@ def parse(text: str) -> Faults:
         "die_after_tokens",
         "die_after_s",
         "hang_after_tokens",
+        "engine_dies_after_s",
+        "api_gone_after_s",
+        "eat_memory_after_s",
+        "slow_step_s",
         "wrong_model_len",
         "wrong_usage",
         "never_scheduled",

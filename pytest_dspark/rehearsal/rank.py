@@ -48,6 +48,7 @@ DRAFT_BLOCK = 5
 EXIT_AFTER_DEATH_S = 1.1
 STANDING_STILL_S = 60.0
 THROUGHPUT_LOG_S = 10.0
+PULSE_S = 0.2
 
 
 class Ended(Exception):
@@ -147,7 +148,14 @@ class Rank:
             await asyncio.Event().wait()
         await side.together("ready")
         self._dying = asyncio.create_task(self._die_later())
+        self._eating = asyncio.create_task(self._eat_later())
+        self._pulse = asyncio.create_task(self._beat())
         return pool
+
+    async def _beat(self) -> None:
+        """A rank that is no deadlock uses some of its processor, as one that waits for its GPU does."""
+        while self._takes_part():
+            await asyncio.sleep(PULSE_S)
 
     # --- faults of a rank that serves
 
@@ -156,6 +164,23 @@ class Rank:
         if seconds is not None:
             await asyncio.sleep(seconds)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    async def _eat_later(self) -> None:
+        seconds = self._faults.number("eat_memory_after_s")
+        if seconds is not None:
+            await asyncio.sleep(seconds)
+            eaten = []
+            while True:
+                eaten.append(b"x" * 2**24)
+
+    async def _after(self, fault: str) -> None:
+        """Until the moment of this fault, which never comes without it."""
+        seconds = self._faults.number(fault)
+        await asyncio.sleep(seconds) if seconds is not None else await asyncio.Event().wait()
+
+    async def _close_later(self, server: asyncio.Server) -> None:
+        await self._after("api_gone_after_s")
+        server.close()
 
     def _told(self, tokens: int, decoded: bool) -> None:
         """How much the engine has generated so far."""
@@ -198,7 +223,9 @@ class Rank:
             server = await serve(listener, api.answer, self._log.uvicorn)
             self._start.serving()
             self._serving = True
+            closing = asyncio.create_task(self._close_later(server))
             await self._until_death(engine)
+            closing.cancel()
             await asyncio.sleep(EXIT_AFTER_DEATH_S)
             server.close()
         return 0
@@ -237,8 +264,12 @@ class Rank:
         limit = float(os.environ.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or STEP_TIMEOUT_S)
         running = asyncio.ensure_future(engine.run(self._pace.patience(limit)))
         lost, traffic = asyncio.ensure_future(self._head.lost()), asyncio.ensure_future(self._log_traffic(engine))
-        await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+        dying = asyncio.ensure_future(self._after("engine_dies_after_s"))
+        await asyncio.wait({running, lost, dying}, return_when=asyncio.FIRST_COMPLETED)
         cause = "RuntimeError: Worker failed with error 'Connection reset by peer'"
+        if dying.done():
+            cause = "RuntimeError: rehearsal fault engine_dies_after_s"
+        dying.cancel()
         if running.done():
             with contextlib.suppress(Lost):
                 try:
@@ -247,7 +278,7 @@ class Rank:
                     cause = "TimeoutError: RPC call to execute_model timed out."
         traffic.cancel()
         running.cancel()
-        if not cause.startswith("TimeoutError"):
+        if "Connection reset" in cause:
             self._log.peer_lost()
         self._log.engine_dead(cause)
         engine.kill()
