@@ -99,7 +99,7 @@ def source(made, tmp_path, monkeypatch):
     plans = setup.make_plans(setup.Options(tmp_path, cluster=str(_cluster(made, tmp_path))), ["production"])
     _plant(run, plans)
     about = json.loads((folder / "run.json").read_text())
-    about["counts"] = {"NOT_IMPLEMENTED": 3, "PASS": 36}
+    about["counts"] = {"NOT_IMPLEMENTED": 12, "PASS": 45}
     return Source(run, plans, about, folder / "junit.xml", tmp_path)
 
 
