@@ -572,7 +572,7 @@ def _reach(row: Row, session: Session, place: Place) -> None:
     """Wait for the phase. Only an idle or streaming engine is waited for at the stream check."""
     real = place.where == "real"
     if row.phase == "loading" and row.do:
-        session.wait_for("starting rank 0", 60)
+        session.wait_for("starting rank 0", 240 if real else 60)
         time.sleep((0.5 if row.do[0].startswith("pause") else 6.0) if real else 2.0)
     if row.phase not in ("idle", "stream"):
         return
