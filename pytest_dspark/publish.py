@@ -18,9 +18,22 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from pytest_dspark import identities, junit, ledger, option2, pack, page, projection, provenance, statement, verify
+from pytest_dspark import (
+    identities,
+    junit,
+    ledger,
+    option2,
+    pack,
+    page,
+    projection,
+    provenance,
+    report,
+    since,
+    statement,
+    verify,
+)
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
-from pytest_dspark.pack import OPTION2, PAGE, STATEMENT, SUMS, Pack, PackError
+from pytest_dspark.pack import CHANGES, OPTION2, PAGE, REPORT, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.plan import Plan
 from pytest_dspark.projection import Projector
 from pytest_dspark.sanitize import mask_text
@@ -135,7 +148,8 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _junit(source, target, made)
     _tell(target / "sources.json", {"schema": 1, "files": sources})
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
-    _derive(target)
+    _tell(target / CHANGES, made.data(since.told(source.root / "runs", _loaded(target))))
+    _derive(target, drawn=True)
     _search(target, made)
     _verified(target)
 
@@ -406,13 +420,14 @@ def _junit(source: Source, target: Path, made: Projector) -> None:
     _put(target / "junit.xml", found + b"\n")
 
 
-def _derive(target: Path) -> None:
-    """PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
+def _derive(target: Path, *, drawn: bool = False) -> None:
+    """report.html, PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
         _put(target / OPTION2, option2.page(*parts).encode())
+    _put(target / REPORT, report.report(made, drawn=drawn).encode())
     sums = sums_of(target)
     _put(target / PAGE, page.page(made, answer, sums).encode())
     sums = sums_of(target)

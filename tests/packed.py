@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rehearsed import Place
 
 from pytest_dspark import publish
 from pytest_dspark.evidence import sealed
-from rehearsed import Place
 
 
 @dataclass(frozen=True)
