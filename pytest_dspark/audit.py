@@ -48,11 +48,15 @@ def near(name: str, found: Any, expected: float | None) -> Iterator[str]:
         yield f"{name} is {found!r}, {expected!r} follows from the rest"
 
 
-def rising(name: str, **moments: float | None) -> Iterator[str]:
-    """Nothing if the moments that are known do not fall."""
+SLACK_S = 0.05
+"""By this much two clocks of one machine (the kernel's stamp of a packet and ours) may disagree."""
+
+
+def rising(name: str, slack: float = 0.0, **moments: float | None) -> Iterator[str]:
+    """Nothing if the moments that are known do not fall by more than the slack."""
     known = [(key, value) for key, value in moments.items() if value is not None]
     for (first, earlier), (second, later) in pairwise(known):
-        if later < earlier:
+        if later < earlier - slack:
             yield f"{name}: {second} is {later!r}, before {first} at {earlier!r}"
 
 

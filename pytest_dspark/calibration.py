@@ -118,6 +118,10 @@ def audit(found: Mapping[str, Any]) -> Iterator[str]:
     for name in ("stamp_error_s", "first_token_error_s"):
         spread = found[name]
         yield from rising(f"calibration.{name}", least=0.0, p50=spread["p50"], p99=spread["p99"], max=spread["max"])
+        count = found["events"] if name == "stamp_error_s" else concurrency
+        why = quantile([0.0] * count, 0.99).reason or None
+        yield from same(f"calibration.{name}.p99_reason", spread["p99_reason"], why)
+        yield from same(f"calibration.{name}.p99", spread["p99"] is None, why is not None)
     lateness = found["server_lateness_s"]
     yield from rising("calibration.server_lateness_s", p50=lateness["p50"], p99=lateness["p99"])
 

@@ -49,13 +49,18 @@ def unpack(path: Path, folder: Path) -> None:
         if tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:
                 _all_of(_tar_members(archive), folder)
-        elif zipfile.is_zipfile(path):
+        elif _is_zip(path):
             with zipfile.ZipFile(path) as zipped:
                 _all_of(_zip_members(zipped), folder)
         else:
             raise ConfigError("USAGE", f"{path}: neither a folder nor a tar or zip archive")
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         raise ValueError(f"{path.name}: {error}") from error
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return zipfile.is_zipfile(file)
 
 
 def _tar_members(archive: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes] | None]]:

@@ -150,6 +150,7 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
     _tell(target / CHANGES, made.data(since.told(source.root / "runs", _loaded(target))))
     _derive(target, drawn=True)
+    _answers(target, source)
     _search(target, made)
     _verified(target)
 
@@ -351,7 +352,8 @@ def _run(source: Source, made: Projector, fingerprints: Mapping[str, str]) -> di
         kept["kv_cache_size_tokens"] = source.run.known_of(mark, "")["log_pool"]
         profiles[mark] = made.data(kept) | {"fingerprint": fingerprints[source.plans[mark].fingerprint]}
     found = ledger.standing(ledger.read(source.root / ledger.NAME), source.run.run_id)
-    return {**told, "profiles": profiles, "ledger": found.as_json() if found else None}
+    recipe = {**about["recipe"], "sha256": _recipe_sha256(source, source.run.path / FOLDER)}
+    return {**told, "recipe": recipe, "profiles": profiles, "ledger": found.as_json() if found else None}
 
 
 def _versions(source: Source, made: Projector) -> dict[str, Any]:
@@ -424,6 +426,8 @@ def _derive(target: Path, *, drawn: bool = False) -> None:
     """report.html, PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)
+    _tell(target / "run.json", {**made.run, **answer.as_json()})
+    made = _loaded(target)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
         _put(target / OPTION2, option2.page(*parts).encode())
@@ -434,6 +438,14 @@ def _derive(target: Path, *, drawn: bool = False) -> None:
     _put(target / SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())).encode())
     if not statement.unproven(made):
         _tell(target / STATEMENT, statement.build(made, answer, sums))
+
+
+def _answers(target: Path, source: Source) -> None:
+    """What is published says of the run what the run says of itself. Raises Refused."""
+    told = _read(target / "run.json")
+    for key in ("accepted", "requirements_met", "publishable", "counts"):
+        if told[key] != source.about[key]:
+            raise Refused(f"{key} would be {told[key]}, the run says {source.about[key]}")
 
 
 def _verified(target: Path) -> None:

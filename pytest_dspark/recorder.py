@@ -95,9 +95,11 @@ class Recorder:
             foreign=bool(state.options.endpoint),
             resumed=state.replay.run_id if state.replay else "",
         )
+        if session.exitstatus == pytest.ExitCode.OK and not self._good():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         about = self._about(session)
         self._refused = self._publish(about)
-        if session.exitstatus == pytest.ExitCode.OK and (self._refused or not self._good()):
+        if session.exitstatus == pytest.ExitCode.OK and self._refused:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._write_run(session, about)
 

@@ -158,7 +158,14 @@ def _sections(pack: Pack, why: str) -> Iterator[Section]:
 
 
 def _tables(*given: Table) -> str:
-    return "\n".join(web.table(one) for one in given if one.rows)
+    return "\n".join(web.table(_without_the_one_profile(one)) for one in given if one.rows)
+
+
+def _without_the_one_profile(given: Table) -> Table:
+    """A run of one profile need not say which in every row."""
+    if given.header[0] != "profile" or len({row[0] for row in given.rows}) > 1:
+        return given
+    return Table(given.title, given.header[1:], tuple(row[1:] for row in given.rows), given.notes)
 
 
 def _folded(name: str, *given: Table) -> str:

@@ -119,7 +119,7 @@ def session(pack: Pack) -> Session:
     """Phases, rows and readings from the first row on; rows of an earlier run that was resumed are not on this axis."""
     rows = [row for row in of_tests(pack.rows) if row.get("measured_in") == row.get("run")]
     begin = min((moment(row["started"]) for row in rows), default=0.0)
-    bars = [bar for row in rows for bar in (*_phases(row, begin), _bar(row, begin))]
+    bars = [bar for row in rows for bar in _phases(row, begin) or [_bar(row, begin)]]
     memory, heat = _traces(pack, begin, "free_memory_gib"), _traces(pack, begin, "temperature_c")
     return Session(tuple(bars), memory, heat)
 

@@ -18,6 +18,7 @@ POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none';
 NARROW: Final = 4
 """A table with more columns becomes one card a row on a phone."""
 _UNIT: Final = re.compile(r"(\d) (ms|s|min|tok/s|GiB|%|°C)\b|(?<=±) (?=\d)|(?<=\d) – (?=-?\d)")
+SHORT: Final = 14
 LONG: Final = 26
 """A word of more letters (a digest, a path) may be broken anywhere."""
 
@@ -57,6 +58,7 @@ th,td{text-align:left;vertical-align:top;padding:.5rem .6rem;border-top:1px soli
 thead th{border-top:0;color:var(--muted);font-weight:600;overflow-wrap:normal;font-size:.85rem}
 tbody th{font-weight:600}
 td.long,th.long{overflow-wrap:anywhere;min-width:9rem}
+td.short,th.short{white-space:nowrap}
 td.v,.v{font-weight:700;white-space:nowrap}
 .vPASS{color:var(--good)}.vFAIL,.vERROR,.vTOKEN_LIMIT,.differs{color:var(--bad)}.vBLOCKED,.vCAPACITY{color:var(--warn)}.vNOT_IMPLEMENTED,.same{color:var(--muted)}
 .differs{font-weight:700}
@@ -161,6 +163,8 @@ def _class(cell: str) -> str:
 def _names(cell: str) -> Iterator[str]:
     if any(len(word) > LONG for word in cell.split()):
         yield "long"
+    elif len(cell) <= SHORT:
+        yield "short"
     verdict = cell.partition(",")[0].partition(":")[0]
     if verdict in VERDICTS:
         yield f"v{verdict}"

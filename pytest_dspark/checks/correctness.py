@@ -213,10 +213,8 @@ def judge_stream(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
 # --- what was asked is what the recipe says
 
 
-def _audit_reply(name: str, reply: Mapping[str, Any], prompt: str, most: int) -> Iterator[str]:
+def _audit_prompt(name: str, reply: Mapping[str, Any], prompt: str) -> Iterator[str]:
     yield from same(f"{name}.prompt_sha256", reply["prompt_sha256"], prompt_sha256(prompt))
-    if reply["completion_tokens"] is not None and not 0 <= reply["completion_tokens"] <= most:
-        yield f"{name}.completion_tokens is {reply['completion_tokens']}, the budget was {most}"
 
 
 def _audit_arithmetic(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -224,7 +222,7 @@ def _audit_arithmetic(finding: Finding, settings: Mapping[str, Any]) -> Iterator
     asked = [{key: value for key, value in case.items() if key != "reply"} for case in cases]
     yield from same("cases", asked, settings["arithmetic"])
     for number, case in enumerate(cases):
-        yield from _audit_reply(f"cases.{number}.reply", case["reply"], case["prompt"], settings["max_tokens"])
+        yield from _audit_prompt(f"cases.{number}.reply", case["reply"], case["prompt"])
 
 
 def _audit_one(key: str, prompt: str) -> Audit:
@@ -232,7 +230,7 @@ def _audit_one(key: str, prompt: str) -> Audit:
 
     def audit(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
         yield from same("expect", finding.data["expect"], settings[key])
-        yield from _audit_reply("reply", finding.data["reply"], settings[prompt], settings["max_tokens"])
+        yield from _audit_prompt("reply", finding.data["reply"], settings[prompt])
 
     return audit
 
@@ -240,12 +238,12 @@ def _audit_one(key: str, prompt: str) -> Audit:
 def _audit_retrieval(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
     canary = _retrieval_canary(settings)
     yield from same("expect", finding.data["expect"], canary.expect)
-    yield from _audit_reply("reply", finding.data["reply"], canary_prompt(canary), settings["max_tokens"])
+    yield from _audit_prompt("reply", finding.data["reply"], canary_prompt(canary))
 
 
 def _audit_stream(finding: Finding, settings: Mapping[str, Any]) -> Iterator[str]:
     yield from same("tokens", finding.data["tokens"], settings["stream_tokens"])
-    yield from _audit_reply("reply", finding.data["reply"], settings["stream_prompt"], settings["stream_tokens"])
+    yield from _audit_prompt("reply", finding.data["reply"], settings["stream_prompt"])
 
 
 CHECKS = {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_dspark.audit import Audit, same
+from pytest_dspark.audit import SLACK_S, Audit, same
 from pytest_dspark.calibration import audit as calibration_audit
 from pytest_dspark.calibration import calibrate, unresolved
 from pytest_dspark.live import Live
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 STABLE = 0.10
 MOST_WARM_UPS = 5
-CLOCK_S = 0.05  # between the moment from which arrivals count and the first of them
 LEAST_REPEATS = 3
 SPREAD = ("first_token_s", "first_answer_s", "tpot_s", "end_s", "wait_s")
 
@@ -351,7 +350,7 @@ def _audit_around(data: Mapping[str, Any], settings: Mapping[str, Any]) -> Itera
     ends = [max(s["at_s"] + s["end_s"] for s in one["samples"]) for one in data["repeats"]]
     starts = [min(s["at_s"] for s in one["samples"]) for one in data["repeats"]]
     for number, (end, start) in enumerate(zip(ends, starts[1:], strict=False)):
-        if start < end:
+        if start < end - SLACK_S:
             yield f"repeats.{number + 1} begins before repeats.{number} has ended"
     for one in data["repeats"]:
         yield from _audit_arrivals(one["samples"])
@@ -361,7 +360,7 @@ def _audit_arrivals(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Every stream was sent when it was due and had waited, on the row's own clock."""
     begins = [one["at_s"] - one["due_s"] - one["wait_s"] for one in samples]
     for number, begin in enumerate(begins):
-        if abs(begin - begins[0]) > CLOCK_S:
+        if abs(begin - begins[0]) > SLACK_S:
             yield f"samples.{number}: at_s, due_s and wait_s are not those of one row"
 
 
