@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, doctor, freeze, packs_cli, setup
+from pytest_dspark import behaviour, doctor, freeze, packs_cli, setup, show_cli
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_freeze(commands)
     _add_behaviour(commands)
     packs_cli.add(commands)
+    show_cli.add(commands)
     return parser
 
 

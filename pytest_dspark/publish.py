@@ -19,6 +19,7 @@ from typing import Any, Final
 from xml.etree import ElementTree
 
 from pytest_dspark import (
+    headlines,
     identities,
     junit,
     ledger,
@@ -414,7 +415,8 @@ def _junit(source: Source, target: Path, made: Projector) -> None:
     rows = _loaded(target).tests
     verdicts = {f"{row['profile']}/{row['check']}": (row["verdict"], row["message"]) for row in rows}
     try:
-        found = junit.derive(source.raw_junit, verdicts, made.text)
+        stories = {f"{row['profile']}/{row['check']}": headlines.story(row) for row in rows}
+        found = junit.derive(source.raw_junit, verdicts, made.text, stories)
         if set(junit.case_ids(source.raw_junit.read_bytes())) != set(junit.case_ids(found)):
             raise Refused("the public junit.xml would not hold the cases of pytest's own")
     except (ValueError, OSError, ElementTree.ParseError) as error:

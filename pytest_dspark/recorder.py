@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_dspark import inputs, ledger, provenance
+from pytest_dspark import closing, inputs, ledger, provenance
 from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome
 from pytest_dspark.evidence import Case, RunFolder, row, utc_now
 from pytest_dspark.publish import Refused, Source, publish
@@ -199,18 +199,19 @@ class Recorder:
         if result is None:
             return
         terminalreporter.section("dspark")
-        counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(result.counts.items())) or "no case"
-        terminalreporter.write_line(f"verdicts: {counts}")
-        for mark, made in self._state.plans.items():
-            terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
-        for note in result.disclosures:
-            terminalreporter.write_line(note)
-        for reason in result.reasons[:8]:
-            terminalreporter.write_line(f"  - {reason[:300]}")
-        if self._refused:
-            terminalreporter.write_line(f"  - not published: {self._refused[:300]}")
-        if len(result.reasons) > 8:
-            terminalreporter.write_line(f"  … and {len(result.reasons) - 8} more in run.json")
+        told = {
+            mark: f"profile {made.profile.name}, fingerprint {made.fingerprint}"
+            for mark, made in self._state.plans.items()
+        }
+        for line in closing.closing(
+            self._state.run.read(),
+            result,
+            word=self._word(result),
+            profiles=told,
+            run=self._state.run.path,
+            refused=self._refused,
+        ):
+            terminalreporter.write_line(line)
 
     def _last_line(self) -> None:
         result = self._outcome

@@ -23,7 +23,7 @@ OPEN: Final = "<!--drawn-->"
 CLOSE: Final = "<!--/drawn-->"
 _DRAWN: Final = re.compile(f"{OPEN}.*?{CLOSE}", re.S)
 _FORBIDDEN: Final = re.compile(
-    r"<\s*/?\s*(?!/?(?:svg|g|defs|path|use|text|tspan|rect|style|clipPath|figure|figcaption|div|p)\b)[a-zA-Z]|\bon\w+\s*=|javascript:|https?:",
+    r"<\s*/?\s*(?!/?(?:svg|g|defs|path|use|text|tspan|rect|style|clipPath|figure|figcaption|h3|div|p)\b)[a-zA-Z]|\bon\w+\s*=|javascript:|https?:",
     re.I,
 )
 _ABOUT: Final = {
