@@ -104,9 +104,11 @@ def _spread(axes: Any, rows: Sequence[Spread], unit: str) -> None:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Whole decades in ms around the values."""
+    """Round numbers in ms around the values."""
     small, large = min(values) * 1000, max(values) * 1000
-    return 10 ** math.floor(math.log10(small * 0.98)), 10 ** math.ceil(math.log10(large * 1.02))
+    down, up = 10 ** math.floor(math.log10(small)), 10 ** math.floor(math.log10(large))
+    low = max(step * down for step in (1, 2, 5) if step * down <= small * 0.98 or step == 1)
+    return low, min(step * up for step in (2, 5, 10, 20) if step * up >= large * 1.02)
 
 
 def timeline(session: Session, *, wide: bool) -> str:
@@ -196,7 +198,8 @@ def _of_the_page(name: str, svg: str) -> str:
     body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
     body = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', body)
     body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
-    body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1; font-family: inherit", body)
+    body = re.sub(r"font: (?:\w+ )*([\d.]+px)[^;\"]*", r"font-size: \1", body)
+    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     for color, token in _NAMES.items():
         body = body.replace(color, f"var(--{token})")
     return body.strip()

@@ -81,7 +81,7 @@ def problems(pack: Pack) -> Iterator[str]:
 
 
 def _banner(pack: Pack, answer: Outcome) -> Iterator[str]:
-    tone = "good" if answer.publishable else "bad" if not answer.met and not answer.subset else "warn"
+    tone = "good" if answer.accepted else "bad" if not answer.met and not answer.subset else "warn"
     yield f'<div class="banner {tone}" role="status">'
     yield f'<p class="verdict">{escaped(page.accepted_words(pack, answer))}.</p>'
     yield f"<p><strong>{escaped(page.publishable_words(answer))}.</strong></p>"
@@ -116,12 +116,18 @@ def _where(pack: Pack) -> Iterator[str]:
 
 
 def _failed(pack: Pack) -> list[str]:
-    table = tables.not_passed(pack.rows)
-    told = [
-        f"{check}: {verdict} {'' if code == DASH else code}. Fault: {fault}. {what}"
-        for check, verdict, code, fault, what in table.rows
-    ]
-    return [*told[:4], *([f"and {len(told) - 4} more, below"] if len(told) > 4 else [])] or ["nothing failed"]
+    """What failed by itself; what was only blocked by it is counted."""
+    rows = tables.not_passed(pack.rows).rows
+    told = [_fault(*row) for row in rows if row[1] != "BLOCKED"]
+    blocked = sum(row[1] == "BLOCKED" for row in rows)
+    more = [f"and {len(told) - 4} more, below"] if len(told) > 4 else []
+    more += [f"{blocked} more were BLOCKED by the first cause, and not tried"] if blocked else []
+    return [*told[:4], *more] or ["nothing failed"]
+
+
+def _fault(check: str, verdict: str, code: str, fault: str, what: str) -> str:
+    why = f"{verdict} {code}" if code not in (DASH, verdict) else verdict
+    return f"{check}: {why}. Fault: {fault}. {what if len(what) < 220 else what[:220] + '…'}"
 
 
 def _nav(sections: Sequence[Section]) -> str:

@@ -205,7 +205,7 @@ def graphs_of(rows: Iterable[Row]) -> dict[str, str]:
 
 _TIMED: Final = (
     *("check", "verdict", "in flight", "output tok/s (95 % interval)", "first token, median", "first token, p90"),
-    *("TPOT, median", "decode tok/s, client", "decode tok/s, server", "accepted length", "repeats", "streams"),
+    *("TPOT, median", "decode tok/s, client", "decode tok/s, server", "accepted length", "repeats, streams"),
 )
 
 
@@ -234,8 +234,7 @@ def _timed_cells(row: Row) -> tuple[str, ...]:
         interval(quoted["decode"]["client"]),
         interval(quoted["decode"]["server"]),
         _number(quoted["speculation"]["accepted_length"], 2),
-        str(len(repeats)),
-        str(sum(len(one["samples"]) for one in repeats)),
+        f"{len(repeats)}, {sum(len(one['samples']) for one in repeats)}",
     )
 
 

@@ -17,9 +17,10 @@ from pytest_dspark.tables import VERDICTS, Table
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 NARROW: Final = 4
 """A table with more columns becomes one card a row on a phone."""
-_UNIT: Final = re.compile(r"(\d) (ms|s|min|tok/s|GiB|%|°C)\b|(?<=±) (?=\d)|(?<=\d) – (?=-?\d)")
+_UNIT: Final = re.compile(r"(\d) (ms|s|min|tok/s|GiB|%|°C)\b|(?<=±) (?=\d)")
+_WHOLE: Final = re.compile(r"\([^()]{1,40}\)")
 SHORT: Final = 14
-LONG: Final = 26
+LONG: Final = 40
 """A word of more letters (a digest, a path) may be broken anywhere."""
 
 STYLE: Final = """
@@ -59,6 +60,7 @@ thead th{border-top:0;color:var(--muted);font-weight:600;overflow-wrap:normal;fo
 tbody th{font-weight:600}
 td.long,th.long{overflow-wrap:anywhere;min-width:9rem}
 td.short,th.short{white-space:nowrap}
+.nb,td.v,.v{white-space:nowrap}
 td.v,.v{font-weight:700;white-space:nowrap}
 .vPASS{color:var(--good)}.vFAIL,.vERROR,.vTOKEN_LIMIT,.differs{color:var(--bad)}.vBLOCKED,.vCAPACITY{color:var(--warn)}.vNOT_IMPLEMENTED,.same{color:var(--muted)}
 .differs{font-weight:700}
@@ -67,7 +69,7 @@ td.v,.v{font-weight:700;white-space:nowrap}
 figure{margin:0;border:1px solid var(--line);border-radius:.6rem;background:var(--card);padding:.9rem .9rem .7rem;min-width:0}
 figure svg{display:block;width:100%;height:auto;max-width:34rem;margin:0 auto}
 figure.wide svg{max-width:none}
-.figures figure:first-child:nth-last-child(3){grid-column:1/-1}.figures figure:first-child:nth-last-child(3) svg{max-width:40rem}
+.figures figure:first-child:nth-last-child(3){grid-column:1/-1}.figures figure:first-child:nth-last-child(3) svg{max-width:36rem}
 .fig{margin:0 0 .4rem;font-size:.95rem}
 figcaption{color:var(--muted);font-size:.88rem;margin-top:.5rem}
 .phone{display:none}
@@ -150,8 +152,13 @@ def _cell(name: str, cell: str, *, first: bool) -> str:
 
 
 def _kept(text: str) -> str:
-    """A number stays with its unit."""
-    return _UNIT.sub(lambda match: match[0].replace(" ", "&nbsp;"), text)
+    """A number stays with its unit, an interval whole; a path may be broken at its strokes."""
+    text = _UNIT.sub(lambda match: match[0].replace(" ", "&nbsp;"), text.replace("/", "/<wbr>"))
+    return _WHOLE.sub(lambda match: f'<span class="nb">{match[0]}</span>' if _is_interval(match[0]) else match[0], text)
+
+
+def _is_interval(text: str) -> bool:
+    return " – " in text or " to " in text
 
 
 def _class(cell: str) -> str:

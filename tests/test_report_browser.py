@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from browsing import browser, faults, needs_chromium
 from packed import Made, made  # noqa: F401
-from pytest_dspark import compare, comparing, pack, packfile, report
 from rehearsed import Place
+
+from pytest_dspark import compare, comparing, pack, packfile, report
 
 LAB = Path(__file__).parent / "data" / "lab-pack.tar.xz"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -54,7 +54,12 @@ def test_what_is_looked_for_is_found(tmp_path):
     page.write_text(f'<body>{words}<p style="color:#aaa;width:2000px">pale and wide</p><script>nothing()</script>')
     with browser(390, dark=False) as driver:
         found = faults(driver, page)
-    assert [one.partition(":")[0] for one in found] == ["console", "scrolls sideways", "wider than the page", "contrast"]
+    assert [one.partition(":")[0] for one in found] == [
+        "console",
+        "scrolls sideways",
+        "wider than the page",
+        "contrast",
+    ]
 
 
 def test_a_stranger_s_text_stays_text(pages):
@@ -71,7 +76,9 @@ def test_a_minute_is_enough(pages):
     with browser(1200, dark=False) as driver:
         driver.get(pages["faulty"].as_uri())
         told = driver.execute_script("return document.querySelector('header').innerText")
-        landmarks = driver.execute_script("return ['header','nav','main','footer'].map(n => document.querySelectorAll(n).length)")
+        landmarks = driver.execute_script(
+            "return ['header','nav','main','footer'].map(n => document.querySelectorAll(n).length)"
+        )
     for word in ("rank 0 on host-1", "did NOT meet", "may NOT be published", "RANK_EXITED", "Fault: "):
         assert word in told, told
     assert landmarks == [1, 1, 1, 1]
