@@ -4,12 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := lab/lab
 
-.PHONY: help install test identity rehearse bench lab lab-needle lab-faults lab-measure lab-identity lab-down clean
+.PHONY: help install test identity tamper rehearse bench bench-evidence lab lab-needle lab-faults lab-measure lab-identity lab-down clean
 
 help:
 	@echo "make rehearse    the whole acceptance on two emulated ranks (needs nothing but pip; under 3 minutes)"
 	@echo "make test        ruff, mypy --strict and the plugin's own tests"
 	@echo "make identity    the generated list: every leaf of what is read and planned, changed once, must be refused"
+	@echo "make tamper      the generated list: every file and every number of a pack, changed once, must be found; planted secrets"
+	@echo "make bench-evidence  what a row and a verification cost"
 	@echo "make bench       our streaming client beside its peers, which it installs from PyPI (4 GB; about half an hour;"
 	@echo "                 BENCH_ARGS=--quick: two levels, with the peers that are there; docs/bench.md)"
 	@echo "make lab         two real hosts on this machine (root, Linux, Debian): Docker, ssh, real vLLM on CPU"
@@ -41,6 +43,12 @@ test: $(BIN)/.installed-dev
 
 identity: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest tests/test_identity.py -q -s -n0
+
+tamper: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest tests/test_packs.py tests/test_projection.py -q -n0
+
+bench-evidence: $(BIN)/.installed
+	$(BIN)/python -m benchmarks.evidence
 
 rehearse: $(BIN)/.installed
 	$(BIN)/python -m pytest suites -m production --dspark-cluster rehearsal

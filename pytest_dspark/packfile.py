@@ -27,6 +27,8 @@ MOST_FILES: Final = 20_000
 def opened(path: Path) -> Iterator[Path]:
     """The folder of a pack given as a folder, a run folder or an archive. Raises USAGE for what is none of these, and
     ValueError for an archive that must not be unpacked."""
+    if (path / "run.lock").exists() and not (path / "publish").is_dir():
+        raise ConfigError("USAGE", f"{path}: this run published nothing; its run.json says why")
     if path.is_dir():
         yield path / "publish" if (path / "publish").is_dir() and not (path / "PACK.md").exists() else path
         return
@@ -46,7 +48,7 @@ def _top(folder: Path) -> Path:
 def unpack(path: Path, folder: Path) -> None:
     """Unpack a tar or zip archive. Raises USAGE for another file, ValueError for a member that must not be."""
     try:
-        if tarfile.is_tarfile(path):
+        if _is_tar(path):
             with tarfile.open(path) as archive:
                 _all_of(_tar_members(archive), folder)
         elif _is_zip(path):
@@ -56,6 +58,11 @@ def unpack(path: Path, folder: Path) -> None:
             raise ConfigError("USAGE", f"{path}: neither a folder nor a tar or zip archive")
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         raise ValueError(f"{path.name}: {error}") from error
+
+
+def _is_tar(path: Path) -> bool:
+    with path.open("rb") as file:
+        return tarfile.is_tarfile(file)
 
 
 def _is_zip(path: Path) -> bool:
@@ -93,7 +100,7 @@ def _all_of(members: Iterable[tuple[str, int, IO[bytes] | None]], folder: Path) 
             raise ValueError(f"{name}: twice in the archive")
         names.add(name.casefold())
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as file:
+        with source, target.open("xb") as file:
             shutil.copyfileobj(_bounded(source, size), file)
 
 

@@ -19,9 +19,10 @@ from pytest_dspark import sanitize
 PUBLIC_ROOTS: Final = frozenset("usr bin sbin lib lib64 libexec proc sys dev etc v1 health metrics".split())
 """First folders of paths that are the same everywhere, and of URLs."""
 PLAIN_WORDS: Final = frozenset(
-    "lo none root head worker localhost host hosts unknown endpoint any all default rank test tests suites lab rehearsal".split()
+    "lo none root head worker localhost host hosts unknown endpoint any all default rank test tests suites lab rehearsal dspark pytest "
+    "docker vllm nvidia ubuntu debian user admin spark dgx gb10 model image cluster node server home data cache".split()
 )
-"""Names that say nothing of whoever uses them."""
+"""Names that say nothing of whoever uses them, and words that our own sentences need."""
 PSEUDONYM: Final = re.compile(r"(?:host|address|interface|device|user|path|mac|gid|mail|container|value|cluster)-\d+")
 GID: Final = re.compile(r"(?:[0-9A-Fa-f]{4}:){7}[0-9A-Fa-f]{4}")
 _NAME: Final = r"A-Za-z0-9_"
@@ -126,7 +127,7 @@ class Projector:
 
     def fix(self, more: Mapping[str, str]) -> None:
         """From now on replace these texts by what is given for each."""
-        self.fixed = {**self.fixed, **more}
+        self.fixed = {**self.fixed, **{word: other for word, other in more.items() if word != other}}
         self._done.clear()
         self.__post_init__()
 
@@ -251,8 +252,8 @@ PLANTED: Final[tuple[tuple[str, str, str], ...]] = (
     ("IPv4", "connected to 192.168.77.21:8888", "192.168.77.21"),
     ("private domain", "resolving box{}.lan", "box{}.lan"),
     ("host name of the maker", "hello from spark-7f3a", "spark-7f3a"),
-    ("interface", "NCCL_SOCKET_IFNAME is enp1s0f1np1", "enp1s0f1np1"),
-    ("RDMA device", "Using [0]rocep1s0f1:1/RoCE", "rocep1s0f1"),
+    ("interface", "NCCL_SOCKET_IFNAME is enp97s0f9np9", "enp97s0f9np9"),
+    ("RDMA device", "Using [0]rocep97s0f9:1/RoCE", "rocep97s0f9"),
     ("device number", "GPU-12345678-1234-1234-1234-123456789abc: 40 C", "GPU-12345678"),
     ("container", '[{{"Id": "' + "ab12" * 16 + '"}}]', "ab12" * 16),
     ("name in an inspect dump", '"Name": "/box{}"', "/box{}"),

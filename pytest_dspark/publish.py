@@ -31,7 +31,9 @@ from pytest_dspark import (
     report,
     since,
     statement,
+    tables,
     verify,
+    web,
 )
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
 from pytest_dspark.pack import CHANGES, OPTION2, PAGE, REPORT, STATEMENT, SUMS, Pack, PackError
@@ -150,8 +152,8 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _tell(target / "sources.json", {"schema": 1, "files": sources})
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
     _tell(target / CHANGES, made.data(since.told(source.root / "runs", _loaded(target))))
-    _derive(target, drawn=True)
     _answers(target, source)
+    _derive(target, drawn=True)
     _search(target, made)
     _verified(target)
 
@@ -428,13 +430,11 @@ def _derive(target: Path, *, drawn: bool = False) -> None:
     """report.html, PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)
-    _tell(target / "run.json", {**made.run, **answer.as_json()})
-    made = _loaded(target)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
         _put(target / OPTION2, option2.page(*parts).encode())
     _put(target / REPORT, report.report(made, drawn=drawn).encode())
-    sums = sums_of(target)
+    sums = {name: value for name, value in sums_of(target).items() if name != PAGE}
     _put(target / PAGE, page.page(made, answer, sums).encode())
     sums = sums_of(target)
     _put(target / SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())).encode())
@@ -443,8 +443,10 @@ def _derive(target: Path, *, drawn: bool = False) -> None:
 
 
 def _answers(target: Path, source: Source) -> None:
-    """What is published says of the run what the run says of itself. Raises Refused."""
-    told = _read(target / "run.json")
+    """run.json with the answer that the published rows give. Raises Refused if that is not the run's own."""
+    made = _loaded(target)
+    told = {**made.run, **pack.answer(made).as_json()}
+    _tell(target / "run.json", told)
     for key in ("accepted", "requirements_met", "publishable", "counts"):
         if told[key] != source.about[key]:
             raise Refused(f"{key} would be {told[key]}, the run says {source.about[key]}")
@@ -474,12 +476,22 @@ def _search(target: Path, made: Projector) -> None:
     for name in pack.files_of(target):
         if _sha256(target / name) in shipped:
             continue
-        text = (target / name).read_text(encoding="utf-8")
-        source = name.startswith("inputs/")
-        parts = _leaves(name, text) if name.endswith((".json", ".jsonl")) else text.split("\n")
+        source, text = name.startswith("inputs/"), (target / name).read_text(encoding="utf-8")
+        parts = _parts(name, text)
         found = next((hit for part in parts for hit in made.left(part, source=source)), None)
         if found:
-            raise Refused(f"{name}: something private would come out ({found[0]})")
+            raise Refused(f"{name}: something private would come out ({found[0]}: {found[1]})")
+
+
+def _parts(name: str, text: str) -> Iterable[str]:
+    """The texts of a file as its reader sees them, without what its format puts before quotes and stars."""
+    if name.endswith((".json", ".jsonl")):
+        return _leaves(name, text)
+    if name.endswith(".xml"):
+        return (part for one in ElementTree.fromstring(text).iter() for part in (one.text or "", *one.attrib.values()))
+    if name.endswith(".html"):
+        return web.plain(text)
+    return (tables.unescaped(text) if name.endswith(".md") else text).split("\n")
 
 
 def _leaves(name: str, text: str) -> Iterator[str]:

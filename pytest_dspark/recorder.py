@@ -193,6 +193,8 @@ class Recorder:
 
     def _publish(self, about: dict[str, Any]) -> str:
         """End the run in the ledger and write publish/; returns why it was refused, or an empty text."""
+        if self._raw.parent == self._state.run.path and self._raw.exists():
+            self._raw.chmod(0o600)
         told = {key: about[key] for key in ("status", "accepted", "publishable")} | {"verdicts": about["counts"]}
         ledger.ended(self._root, self._state.run.run_id, told)
         try:

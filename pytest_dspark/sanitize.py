@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
@@ -25,29 +26,54 @@ PLAIN_NAME: Final = re.compile(
 )
 # One flag that takes a secret as its next word or after '='.
 FLAG: Final = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What has the shape of a secret. A text that holds none of `needs`, in small letters, has none of it."""
+
+    needs: tuple[str, ...]
+    pattern: re.Pattern[str]
+
+
 SHAPES: Final = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"(?i)(\bbearer[ \t]{1,8})[A-Za-z0-9._~+/=-]{4,}",
-        r"(?i)(\bauthorization\\?['\"]?[ \t]{0,8}[:=][ \t]{0,8}\\?['\"]?basic[ \t]{1,8})[A-Za-z0-9+/=]{4,}",
-        r"()\bhf_(?=[a-z]{0,80}[A-Z0-9])[A-Za-z0-9]{4,}",
-        r"()\bgh[pousr]_[A-Za-z0-9]{4,}",
-        r"()\bgithub_pat_[A-Za-z0-9_]{4,}",
-        r"()\bglpat-[A-Za-z0-9_-]{8,}",
-        r"()(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{8,}",
-        r"()\bAKIA[A-Z0-9]{12,}",
-        r"()\bxox[abprs]-[A-Za-z0-9-]{8,}",
+    Shape(tuple(needs.split()), re.compile(pattern))
+    for needs, pattern in (
+        ("bearer", r"(?i)(\bbearer[ \t]{1,8})[A-Za-z0-9._~+/=-]{4,}"),
+        (
+            "authorization",
+            r"(?i)(\bauthorization\\?['\"]?[ \t]{0,8}[:=][ \t]{0,8}\\?['\"]?basic[ \t]{1,8})[A-Za-z0-9+/=]{4,}",
+        ),
+        ("hf_", r"()\bhf_(?=[a-z]{0,80}[A-Z0-9])[A-Za-z0-9]{4,}"),
+        ("gh", r"()\bgh[pousr]_[A-Za-z0-9]{4,}"),
+        ("github_pat_", r"()\bgithub_pat_[A-Za-z0-9_]{4,}"),
+        ("glpat-", r"()\bglpat-[A-Za-z0-9_-]{8,}"),
+        ("sk-", r"()(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{8,}"),
+        ("akia", r"()\bAKIA[A-Z0-9]{12,}"),
+        ("xox", r"()\bxox[abprs]-[A-Za-z0-9-]{8,}"),
         # A password in any URL; in a web address the user alone may be a token. `ssh://user@host` holds no secret.
-        r"(?i)(\bhttps?://)[^\s/?#@'\"<>]{1,512}(?=@)",
-        r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/?#@:'\"<>]{0,100}:)[^\s/?#@'\"<>]{1,512}(?=@)",
+        ("@", r"(?i)(\bhttps?://)[^\s/?#@'\"<>]{1,512}(?=@)"),
+        ("@", r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s/?#@:'\"<>]{0,100}:)[^\s/?#@'\"<>]{1,512}(?=@)"),
         # Up to its end line, so that it does not eat half of a name after it; to the last fitting character without one.
-        r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----"
-        r"(?:[A-Za-z0-9+/=\s:,\\-]{0,20000}?-----END [A-Z ]{0,40}PRIVATE KEY-----|[A-Za-z0-9+/=\s:,\\-]{0,20000})",
+        (
+            "private",
+            r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----"
+            r"(?:[A-Za-z0-9+/=\s:,\\-]{0,20000}?-----END [A-Z ]{0,40}PRIVATE KEY-----|[A-Za-z0-9+/=\s:,\\-]{0,20000})",
+        ),
         # A flag inside a shell string or a message; it may take a few values.
-        r"(--(?:[A-Za-z0-9]{1,20}[_-]){0,5}(?:api[_-]?keys?|token|password|passwd|secret)(?:=|[ \t]{1,8})['\"]?)"
-        r"(?!\*\*\*)[^\s'\"-][^\s'\"]{0,4096}(?:['\"]?[ \t]{1,8}['\"]?[^\s'\"\\-][^\s'\"]{0,4096}){0,3}",
-        r"(\b[A-Z][A-Z0-9_]{0,60}_(?:KEYS?|TOKEN|PASSWORD|SECRET)=)[^\s\"',;]{1,4096}",
-        r"(\b(?:api[_-]?keys?|hf[_-]token|password|passwd|client_secret|access_token)\\?['\"]?\s{0,4}[:=]\s{0,4}\[?\\?['\"])[^'\"\\]{1,4096}",
+        (
+            "--",
+            r"(--(?:[A-Za-z0-9]{1,20}[_-]){0,5}(?:api[_-]?keys?|token|password|passwd|secret)(?:=|[ \t]{1,8})['\"]?)"
+            r"(?!\*\*\*)[^\s'\"-][^\s'\"]{0,4096}(?:['\"]?[ \t]{1,8}['\"]?[^\s'\"\\-][^\s'\"]{0,4096}){0,3}",
+        ),
+        (
+            "_key _token _password _secret",
+            r"(\b[A-Z][A-Z0-9_]{0,60}_(?:KEYS?|TOKEN|PASSWORD|SECRET)=)[^\s\"',;]{1,4096}",
+        ),
+        (
+            "api hf_token hf-token passw client_secret access_token",
+            r"(\b(?:api[_-]?keys?|hf[_-]token|password|passwd|client_secret|access_token)\\?['\"]?\s{0,4}[:=]\s{0,4}\[?\\?['\"])[^'\"\\]{1,4096}",
+        ),
     )
 )
 
@@ -109,8 +135,10 @@ def mask_text(text: str, values: Iterable[str] = ()) -> str:
     if spellings:
         # The longest first, so that no value is left half standing by a shorter one inside it.
         text = re.sub("|".join(re.escape(s) for s in sorted(spellings, key=len, reverse=True)), MASK, text)
+    small = text.lower()
     for shape in SHAPES:
-        text = shape.sub(rf"\g<1>{MASK}", text)
+        if any(need in small for need in shape.needs):
+            text = shape.pattern.sub(rf"\g<1>{MASK}", text)
     return text
 
 

@@ -286,7 +286,14 @@ class ForeignStage:
 
     def summary(self) -> dict[str, Any]:
         return {
-            mark: {"profile": plan.profile.name, "fingerprint": plan.fingerprint, "launched": False, "proven": False}
+            mark: {
+                "profile": plan.profile.name,
+                "recipe": plan.recipe.name,
+                "fingerprint": plan.fingerprint,
+                "launched": False,
+                "proven": False,
+                "unpublishable": list(plan.settings.unpublishable),
+            }
             for mark, plan in self._plans.items()
         }
 

@@ -21,6 +21,7 @@ Row = Mapping[str, Any]
 VERDICTS: Final = ("PASS", "FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED", "NOT_IMPLEMENTED")
 DASH: Final = "–"
 SHORT: Final = 300
+ESCAPED: Final = "\\`*_[]<>|!"
 FAULTS: Final[Mapping[str, str]] = {
     "FAIL": "model or engine",
     "TOKEN_LIMIT": "the budget of the check, or a model that does not stop",
@@ -482,6 +483,11 @@ def markdown(table: Table) -> Iterator[str]:
 
 def escaped(text: str) -> str:
     """Text of a stranger (a model's answer, a log line) that neither ends a cell nor becomes a link, an image or HTML."""
-    for char in "\\`*_[]<>|!":
+    for char in ESCAPED:
         text = text.replace(char, f"\\{char}")
     return " ".join(text.split())
+
+
+def unescaped(text: str) -> str:
+    """The text as a reader of the page sees it."""
+    return re.sub(rf"\\([{re.escape(ESCAPED)}])", r"\1", text)

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,11 +220,10 @@ def _sums(folder: Path, sums: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(SUMS, f"cannot be read: {error}")
         return
     listed = {line[66:]: line[:64] for line in lines[:-1]}
-    yield from _listed(SUMS, listed, sums)
+    stated = _configuration(folder) if (folder / STATEMENT).is_file() else listed
+    yield from _listed(listed, stated, sums)
     if lines != [*(f"{value}  {name}" for name, value in sorted(listed.items())), ""]:
         yield Problem(SUMS, "is not written as we write it")
-    if (folder / STATEMENT).is_file():
-        yield from _listed(STATEMENT, _configuration(folder), sums)
 
 
 def _configuration(folder: Path) -> dict[str, str]:
@@ -234,14 +234,20 @@ def _configuration(folder: Path) -> dict[str, str]:
         return {}
 
 
-def _listed(where: str, listed: Mapping[str, str], sums: Mapping[str, str]) -> Iterator[Problem]:
-    for name in sorted(listed.keys() | sums.keys()):
-        if name not in sums:
-            yield Problem(name, f"is not there, {where} lists it")
-        elif name not in listed:
-            yield Problem(name, f"is not listed in {where}")
-        elif listed[name] != sums[name]:
-            yield Problem(name, f"was changed: its sha256 is not the one in {where}")
+def _listed(listed: Mapping[str, str], stated: Mapping[str, str], sums: Mapping[str, str]) -> Iterator[Problem]:
+    """Of three that must agree the one that does not is named: the file, SHA256SUMS or the statement."""
+    for name in sorted(listed.keys() | stated.keys() | sums.keys()):
+        one, other, found = listed.get(name), stated.get(name), sums.get(name)
+        if found == other != one:
+            yield Problem(SUMS, f"does not list {name} as it is")
+        elif found == one != other:
+            yield Problem(STATEMENT, f"does not list {name} as it is")
+        elif found is None:
+            yield Problem(name, "is not there, although it is listed")
+        elif one is None:
+            yield Problem(name, "is not listed")
+        elif found != one:
+            yield Problem(name, "was changed: its sha256 is another")
 
 
 def _signatures(folder: Path, allowed: Path | None) -> tuple[list[Problem], tuple[str, ...], tuple[str, ...]]:
@@ -270,12 +276,13 @@ def _signatures(folder: Path, allowed: Path | None) -> tuple[list[Problem], tupl
 
 def _schema(found: Pack) -> Iterator[Problem]:
     """Every row has the fields of a row, of their types, and belongs to this run."""
+    fingerprints = {mark: pack.fingerprint(plan) for mark, plan in found.plans.items()}
     for number, row in enumerate(found.rows, 1):
-        for why in _row_schema(found, row):
+        for why in _row_schema(found, row, fingerprints):
             yield Problem("rows.jsonl", f"line {number}: {why}")
 
 
-def _row_schema(found: Pack, row: Mapping[str, Any]) -> Iterator[str]:
+def _row_schema(found: Pack, row: Mapping[str, Any], fingerprints: Mapping[str, str]) -> Iterator[str]:
     if type(row.get("schema")) is not int or row["schema"] != ROW_SCHEMA:
         yield f"schema is {row.get('schema')!r}, expected {ROW_SCHEMA}"
     yield from (
@@ -294,8 +301,8 @@ def _row_schema(found: Pack, row: Mapping[str, Any]) -> Iterator[str]:
         or row.get("profile") not in found.plans
     ):
         yield "it is of another run, recipe or profile"
-    elif row["fingerprint"] != pack.fingerprint(found.plans[row["profile"]]):
-        yield f"fingerprint is {row['fingerprint']}, plan.json gives {pack.fingerprint(found.plans[row['profile']])}"
+    elif row["fingerprint"] != fingerprints[row["profile"]]:
+        yield f"fingerprint is {row['fingerprint']}, plan.json gives {fingerprints[row['profile']]}"
     if row.get("verdict") not in set(Status) or not _STAMP.fullmatch(str(row.get("started"))):
         yield f"verdict is {row.get('verdict')!r}, started {row.get('started')!r}"
 
@@ -422,25 +429,27 @@ def _gate_itself(found: Pack, mark: str, gate: Mapping[str, Any]) -> Iterator[Pr
 
 def _markers(found: Pack) -> Iterator[Problem]:
     """A log line that the gate quotes stands in the rank's log where it says."""
-    logs: dict[str, list[str]] = {}
-    whole = _optional(found.path / "logs.json") or {"logs": {}}
+    told = (_optional(found.path / "logs.json") or {"logs": {}})["logs"]
+    quoted: dict[str, list[tuple[int, str, str]]] = {}
     for row in found.tests:
-        if row["check"] not in ("gate.markers", "gate.forbidden") or not row["finding"]:
-            continue
-        for one in row["finding"]["comparisons"]:
-            name = f"{row['profile']}/rank{one['rank']}.log"
-            if not (isinstance(one["found"], list) and len(one["found"]) == 2 and isinstance(one["found"][0], int)):
-                continue
-            if name not in logs:
-                logs[name] = (
-                    pack.raw(found.path / name).decode("utf-8", "replace").split("\n") if name in whole["logs"] else []
-                )
-            line, text = one["found"]
-            there = bool(logs[name]) and line <= len(logs[name]) and len(text) < _CUT
-            if there and text.strip() not in logs[name][line - 1]:
-                yield Problem(name, f"line {line} is not the line that {one['what']} quotes")
-            if logs[name] and line > len(logs[name]) and whole["logs"][name]["whole"]:
-                yield Problem(name, f"has no line {line}, which {one['what']} quotes")
+        if row["check"] in ("gate.markers", "gate.forbidden") and row["finding"]:
+            for one in row["finding"]["comparisons"]:
+                if isinstance(one["found"], list) and len(one["found"]) == 2 and type(one["found"][0]) is int:
+                    name = f"{row['profile']}/rank{one['rank']}.log"
+                    quoted.setdefault(name, []).append((*one["found"], one["what"]))
+    for name, lines in quoted.items():
+        if name in told:
+            yield from _quoted(found.path, name, lines, whole=told[name]["whole"])
+
+
+def _quoted(folder: Path, name: str, quoted: Sequence[tuple[int, str, str]], *, whole: bool) -> Iterator[Problem]:
+    with (folder / name).open(encoding="utf-8", errors="replace", newline="\n") as file:
+        lines = list(islice(file, max(number for number, _, _ in quoted)))
+    for number, text, what in quoted:
+        if number <= len(lines) and len(text) < _CUT and text.strip() not in lines[number - 1]:
+            yield Problem(name, f"line {number} is not the line that {what} quotes")
+        if number > len(lines) and whole:
+            yield Problem(name, f"has no line {number}, which {what} quotes")
 
 
 def _logs(found: Pack) -> Iterator[Problem]:

@@ -113,6 +113,12 @@ def escaped(text: object) -> str:
     return html.escape(shown, quote=True)
 
 
+def plain(page: str) -> list[str]:
+    """The lines of a page as its reader sees them: every text, and none of the marks between."""
+    body = re.sub(r"<style.*?</style>", "", page, flags=re.S).replace("<wbr>", "")
+    return html.unescape(re.sub(r"<[^>]*>", "\n", body)).split("\n")
+
+
 def _is_plain(char: str) -> bool:
     return char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 

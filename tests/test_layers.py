@@ -29,6 +29,22 @@ STDLIB_ALONE = (
     "selection.py",
     "evidence.py",
     "strictjson.py",
+    "audit.py",
+    "composition.py",
+    "ledger.py",
+    "option2.py",
+    "pack.py",
+    "packfile.py",
+    "packs_cli.py",
+    "page.py",
+    "projection.py",
+    "provenance.py",
+    "publish.py",
+    "rejudging.py",
+    "signing.py",
+    "statement.py",
+    "tables.py",
+    "verify.py",
 )
 
 

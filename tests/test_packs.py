@@ -7,18 +7,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections import Counter
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from xml.etree import ElementTree
 
 import packed
 import pytest
 from packed import changed, copied, edit, forge, leaf, numbers, rows_of, write_rows
+from rehearsed import Place
 
 from pytest_dspark import cli, composition, ledger, option2, pack, packfile, rejudging, signing, tables, verify
 from pytest_dspark.errors import ConfigError, DsparkError
@@ -200,7 +202,7 @@ def claimed(path):
 
 def noticed(found, row, known):
     try:
-        return list(verify.row_problems(found, row, known)) or list(verify._row_schema(found, row))
+        return list(verify.row_problems(found, row, known))
     except pack.SHAPE:
         return True
 
@@ -453,7 +455,7 @@ def test_no_signature_where_keys_are_given_is_not_verified(copy, tmp_path):
 
 def test_an_encrypted_key_is_never_asked_for_without_a_terminal_and_works_in_an_agent(copy, tmp_path, monkeypatch):
     key = _key(tmp_path, "locked", "a passphrase")
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr("sys.stdin", StringIO())
     with pytest.raises(DsparkError, match="ssh-keygen did not sign"):
         signing.sign(copy, key)
     assert signing.signatures(copy) == []
@@ -582,6 +584,29 @@ def test_a_ledger_whose_end_was_cut_off_is_found_by_the_run_folders(tmp_path):
     path = tmp_path / ledger.NAME
     path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:2]))
     assert ledger.root_problems(tmp_path) == ["ledger: line 3 of run run2 is not there"]
+
+
+def test_a_killed_run_is_incomplete_and_never_ended_in_the_ledger(tmp_path):
+    place = Place(tmp_path)
+    session = place.start()
+    try:
+        session.wait_for("ready …")
+    finally:
+        os.killpg(session.process.pid, signal.SIGKILL)
+        session.process.wait()
+        for pid in place.living():
+            os.kill(pid, signal.SIGKILL)
+    told = session.run_json()
+    assert told["status"] == "incomplete" and told["ledger"] == {"began": 1}
+    assert (
+        not (session.folder / "publish").exists()
+        and (session.folder / "inputs" / "recipe" / "rehearsal.toml").is_file()
+    )
+    assert {path.suffix: json.loads(path.read_text()) for path in session.folder.rglob("*.json")}, "each is whole"
+    lines = ledger.read(place.out / ledger.NAME)
+    assert [line["body"]["event"] for line in lines] == ["began"] and not list(ledger.problems(lines))
+    with pytest.raises(ConfigError, match="no such pack"):
+        verify.verify(session.folder / "publish")
 
 
 def test_opened_finds_the_published_folder_of_a_run(made):

@@ -83,6 +83,12 @@ def test_hostile_text_is_text(lab):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "\\u202e" in text
 
 
+def test_the_search_for_what_is_private_sees_what_a_reader_sees():
+    """A path that may be broken at its strokes is found whole, and so is a quote."""
+    table = tables.Table("t", ("a", "b"), (("/home/jane/it's", "x & y"),))
+    assert {"/home/jane/it's", "x & y"} <= set(web.plain(web.page("t", [web.table(table)])))
+
+
 def test_what_was_not_measured_is_no_zero(lab):
     """A row without a figure is a dash, a host without a sensor says why, and a void row is not drawn."""
     text = report.report(lab, drawn=False)
