@@ -25,6 +25,7 @@ ALPHA: Final = 0.025
 """The chance of any false alarm in a whole comparison, one-sided: what is outside a 95 % interval on the worse side."""
 LEAST_BLIND: Final = 5.0
 """Percent: where a slowdown of twice the limit, and of at least this, cannot be excluded, nothing is decided."""
+WIDEST: Final = 64
 _ALIKE: Final = ("method", "arrivals", "tokens", "prompt_class", "reader")
 
 
@@ -351,7 +352,10 @@ def text(answer: Answer) -> str:
 
 def _columns(table: tables.Table) -> Iterator[str]:
     """Aligned columns; long cells are cut."""
-    lines = [[cell if len(cell) <= 48 else f"{cell[:47]}…" for cell in line] for line in (table.header, *table.rows)]
+    lines = [
+        [cell if len(cell) <= WIDEST else f"{cell[: WIDEST - 1]}…" for cell in line]
+        for line in (table.header, *table.rows)
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from pytest_dspark import cli, compare, comparing, pack, packfile, welch
+from pytest_dspark.calibration import schedule_server
+from pytest_dspark.endpoint import Asked, Endpoint
+from pytest_dspark.load import sample
 
 LAB = Path(__file__).parent / "data" / "lab-pack.tar.xz"
 ONLY = ("concurrency.c1", "concurrency.c4", "performance.decode-code")
@@ -102,6 +105,33 @@ def test_a_planted_slowdown_is_found_and_none_is_not(lab):
     print(f"{sum(code == 2 for code in alarms)} of {len(alarms)} could not tell")
     assert power == 1.0
     assert alarms.count(1) == 0 and alarms.count(0) >= 55
+
+
+def streamed(base: pack.Pack, gap_s: float) -> pack.Pack:
+    """The pack with one row of five repeats that our client measured now, on a server that sends an event every `gap_s`."""
+    with schedule_server() as url:
+        endpoint = Endpoint(f"{url}/s/0.05/{gap_s:.6f}/30/1", "m")
+        repeats = []
+        for number in range(5):
+            asked = [Asked({"prompt": "x", "max_tokens": 30, "user": f"{number}-{one}"}) for one in range(2)]
+            outcomes = endpoint.stream_many(asked, deadline_s=30.0, stall_s=10.0)
+            repeats.append([{**sample(reply), "finish_reason": "length"} for reply in outcomes])
+
+    def replant(row):
+        first = row["finding"]["repeats"][0]
+        row["finding"] |= {"tokens": 30, "repeats": [{**first, "samples": samples} for samples in repeats]}
+
+    return changed(base, replant, checks="concurrency.c2")
+
+
+def test_a_slower_server_is_found_for_real(lab):
+    """Real streams on loopback: events 20 ms apart against 21.05 ms apart (5 % slower), and against 20 ms again."""
+    was, slower, same = (streamed(lab, gap) for gap in (0.020, 0.020 / 0.95, 0.020))
+    found, none = (says(was, now, only=("concurrency.c2",)) for now in (slower, same))
+    rates = [next(one for one in answer.figures if one.name == "output tok/s") for answer in (found, none)]
+    print(f"\nfor real, 5 % slower: {compare.percent(rates[0])}; the same again: {compare.percent(rates[1])}")
+    assert found.exit_code == 1 and {one.name for one in found.slower} == {"output tok/s"}
+    assert none.exit_code == 0
 
 
 def test_noise_is_not_called_no_regression(lab):
