@@ -8,6 +8,7 @@ import io
 import math
 import re
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -49,7 +50,7 @@ def ladder(levels: Sequence[Level]) -> str:
 
 
 def _ladder(axes: Any, levels: Sequence[Level]) -> None:
-    top = _CLIP * max(value for level in levels for value in (*level.repeats, level.mean))
+    top = _CLIP * max(value for level in levels for value in (*level.repeats, level.mean)) or 1.0
     places = range(len(levels))
     axes.plot(places, [level.mean for level in levels], color=FIRST, linewidth=1.2, alpha=0.55)
     for place, level in zip(places, levels, strict=True):
@@ -175,7 +176,8 @@ def _drawn(name: str, width: int, height: int, draw: Callable[[Any], None]) -> s
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever turns warnings into errors still gets a report
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor="none")
         FigureCanvasSVG(figure)
         draw(figure)
