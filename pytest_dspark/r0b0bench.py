@@ -25,7 +25,7 @@ _METHODS: Final = {
     "canary": "canary questions of the gate, asked before anything else",
     "latency": "one stream through the chat template, forced length, every repeat counted, cold cache; the gap is between events",
     "concurrency": "all streams at once, forced length, unique prompts; all output tokens / (last token - first byte sent)",
-    "throughput": "one stream by prompt class, forced length; decode = (tokens - 1) / (last - first token time)",
+    "throughput": "one stream, forced length; decode (prose; by prompt class beside it) = (tokens - 1) / (last - first token time)",
     "niah": "one POST a cell, prompt exact to the token as the server counts, cold",
 }
 
@@ -131,21 +131,17 @@ def _scores(pack: Pack) -> Iterator[tuple[str, dict[str, Any]]]:
         ("niah", lambda row: row["check"].startswith("needle."), _needles),
     )
     for lane, mine, made in lanes:
-        rows = [row for row in pack.tests if mine(row) and row["finding"]]
         told = [(row, _verdict(pack, row)) for row in pack.tests if mine(row)]
         wanted = [(row, verdict) for row, verdict in told if verdict != "NOT_IMPLEMENTED"]
-        if rows and wanted:
-            verdicts = {verdict for _, verdict in wanted}
-            status = next((verdict for verdict in _BAD if verdict in verdicts), "PASS")
-            good = [row for row, verdict in wanted if verdict == "PASS" and row["finding"]]
-            yield (
-                lane,
-                {
-                    "status": status,
-                    "method": _METHODS[lane],
-                    **(made(good) if lane != "niah" else _needles([row for row, _ in wanted])),
-                },
-            )
+        if any(row["finding"] for row, _ in wanted):
+            status = next((bad for bad in _BAD if bad in {verdict for _, verdict in wanted}), "PASS")
+            yield lane, {"status": status, "method": _METHODS[lane], **made(_counted(lane, wanted))}
+
+
+def _counted(lane: str, rows: Sequence[tuple[Row, str]]) -> list[Row]:
+    """Rows whose figures count: those that pass; of the needle every cell with its verdict as it is judged now."""
+    found: list[Row] = [{**row, "verdict": verdict} for row, verdict in rows if row["finding"]]
+    return found if lane == "niah" else [row for row in found if row["verdict"] == "PASS"]
 
 
 def _streams(row: Row) -> list[Mapping[str, Any]]:
@@ -192,12 +188,13 @@ def _throughput(rows: Sequence[Row]) -> dict[str, Any]:
             told |= {"prefill_median_prompt_tokens": statistics.median(one["prompt_tokens"] for one in streams)}
         else:
             rates = [one["decode_rate"] for one in streams if one["decode_rate"] is not None]
-            told[f"{name.replace('-', '_')}_median_client_tok_s"] = statistics.median(rates) if rates else None
+            known = name.replace("decode-prose", "decode").replace("-", "_")
+            told[f"{known}_median_client_tok_s"] = statistics.median(rates) if rates else None
     return told
 
 
 def _needles(rows: Sequence[Row]) -> dict[str, Any]:
-    cells = [row for row in rows if row["finding"]]
+    cells = rows
     windows = {row["finding"]["window"] for row in cells}
     depths = [
         {

@@ -81,6 +81,18 @@ def test_needles_of_the_long_window(made: Made):  # noqa: F811
     assert found["max_model_len"] == 1048576 and found["generation_reserve"] == 64
 
 
+def test_a_needle_that_was_not_found_is_no_pass(made: Made):  # noqa: F811
+    """Although the row's verdict was edited: the cell is judged anew."""
+
+    def missed(row):
+        if row["check"] == "needle.50pct":
+            row["finding"]["reply"]["text"] = "I do not know."
+        return row
+
+    found = r0b0bench.entry(with_rows(pack.load(made.long1m / "publish"), missed))["scores"]["niah"]
+    assert found["status"] == "FAIL" and [one["status"] for one in found["depths"]] == ["PASS", "FAIL", "PASS"]
+
+
 def test_what_nothing_proves_has_no_entry(lab):
     with pytest.raises(ValueError, match="nothing proves what answered"):
         r0b0bench.entry(dataclasses.replace(lab, run={**lab.run, "endpoint": True}))
