@@ -164,7 +164,12 @@ def _sections(pack: Pack, why: str) -> Iterator[Section]:
 
 
 def _tables(*given: Table) -> str:
-    return "\n".join(web.table(_without_the_one_profile(one)) for one in given if one.rows)
+    return "\n".join(_shown(_without_the_one_profile(one)) for one in given if one.rows)
+
+
+def _shown(given: Table) -> str:
+    """A table, or a list where there is one column."""
+    return web.items(cell for (cell,) in given.rows) if len(given.header) == 1 else web.table(given)
 
 
 def _without_the_one_profile(given: Table) -> Table:

@@ -133,7 +133,7 @@ def _pin(cells: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     """What was expected; of what ranks only share, that they do."""
     pinned = [one for told in cells.values() for one in told if not _symmetric(one)]
     if not pinned:
-        return "not pinned; alike on all ranks"
+        return "not pinned; must equal rank 0"
     words = {"present": "something", "absent": "nothing"}
     told = [words.get(one["relation"], _cell(one["expected"])) for one in pinned]
     return " / ".join(dict.fromkeys(told))
