@@ -31,10 +31,15 @@ def said(runs: Path, run_id: str, mark: str, profile: str) -> Iterator[str]:
         yield f"{mark}: and {len(found) - MOST} more differences"
 
 
-def last_accepted(runs: Path, run_id: str, mark: str, profile: str) -> Path | None:
-    """The newest other run that met every requirement with this profile under this mark."""
+def last_accepted(runs: Path, run_id: str, mark: str, profile: str, recipe: str = "") -> Path | None:
+    """The newest other run that met every requirement with this profile under this mark, and with this recipe if one is given."""
     folders = sorted((path for path in runs.glob("*") if path.name != run_id), key=lambda path: path.name, reverse=True)
-    return next((folder for folder in folders if _accepted(_read(folder / "run.json"), mark, profile)), None)
+    told = ((folder, _read(folder / "run.json")) for folder in folders)
+    return next((folder for folder, run in told if _accepted(run, mark, profile) and _made_by(run, recipe)), None)
+
+
+def _made_by(run: Mapping[str, Any], recipe: str) -> bool:
+    return not recipe or (run.get("recipe") or {}).get("name") == recipe
 
 
 def _accepted(run: Mapping[str, Any], mark: str, profile: str) -> bool:

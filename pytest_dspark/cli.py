@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup
+from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup, show_cli
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import RunFolder, default_root
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     packs_cli.add(commands)
     text = "show known defects to gate, client, judges and sanitiser: each must be caught, each clean twin must pass"
     commands.add_parser("selftest", help=text, description=text).set_defaults(action=_selftest)
+    show_cli.add(commands)
     return parser
 
 

@@ -7,20 +7,28 @@ name is replaced, and doubled cases are merged; ids stay the same.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
 _MESSAGE_LIMIT = 2000
+_STORY_LIMIT = 500
+_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PROBLEMS = ("error", "failure", "skipped")
 
 
 def derive(
-    raw: Path, verdicts: Mapping[str, tuple[str, str]], project: Callable[[str], str] = lambda text: text
+    raw: Path,
+    verdicts: Mapping[str, tuple[str, str]],
+    project: Callable[[str], str] = lambda text: text,
+    stories: Mapping[str, str] | None = None,
 ) -> bytes:
     """The publishable report of a raw one: captured output is left out, and every text goes through `project`.
 
+    `stories` are one line of output for each case, verdict first, since readers show no properties; some keep 500 characters
+    of it.
     `verdicts` maps the property `dspark_case` of a case to (verdict, message). Raises ValueError if the raw report is
     not readable.
     """
@@ -35,7 +43,14 @@ def derive(
             _rewrite(case, verdicts)
         _recount(suite)
     _strip(root, project)
+    for case in root.iter("testcase"):
+        _tell(case, (stories or {}).get(_property(case, "dspark_case"), ""))
     return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
+
+
+def _tell(case: ElementTree.Element, story: str) -> None:
+    if story:
+        ElementTree.SubElement(case, "system-out").text = _NO_XML.sub("\ufffd", story)[:_STORY_LIMIT]
 
 
 def case_ids(xml: bytes) -> Counter[tuple[str, str]]:

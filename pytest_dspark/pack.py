@@ -29,12 +29,14 @@ SCHEMA: Final = 1
 SUMS: Final = "SHA256SUMS"
 STATEMENT: Final = "statement.json"
 PAGE: Final = "PACK.md"
+REPORT: Final = "report.html"
+CHANGES: Final = "changes.json"
 OPTION2: Final = "OPTION2_PACK.md"
 SIGNATURE: Final = re.compile(r"statement\.json(\.[A-Za-z0-9_-]{1,64})?\.sig")
 _MARK: Final = r"[a-z0-9_]{1,40}"
 LAYOUT: Final = re.compile(
     r"PACK\.md|SHA256SUMS|statement\.json|run\.json|rows\.jsonl|begun\.jsonl|junit\.xml|versions\.json|ledger\.jsonl"
-    r"|sources\.json|sanitizer\.json|pseudonyms\.json|logs\.json|OPTION2_PACK\.md"
+    r"|report\.html|changes\.json|sources\.json|sanitizer\.json|pseudonyms\.json|logs\.json|OPTION2_PACK\.md"
     r"|inputs/recipe/[A-Za-z0-9._-]{1,100}\.toml|inputs/profiles/[A-Za-z0-9._-]{1,100}\.env|inputs/suites/[A-Za-z0-9_]{1,100}\.py"
     rf"|{_MARK}/(?:plan|preflight|runtime-gate|teardown|behaviour|brake|left-stopped)\.json|{_MARK}/readings\.jsonl"
     rf"|{_MARK}/(?:left-)?rank\d{{1,4}}\.log|" + SIGNATURE.pattern

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pytest_dspark import tables
 from pytest_dspark.acceptance import Outcome
-from pytest_dspark.pack import Pack, fingerprint
+from pytest_dspark.pack import CHANGES, Pack, fingerprint, table
 from pytest_dspark.statement import subjects, unproven
 from pytest_dspark.tables import DASH, Table, escaped
+
+_SPEED: Final = ("row", "figure", "was", "is", "change", "says")
 
 
 def page(pack: Pack, answer: Outcome, sums: Mapping[str, str]) -> str:
     """The whole page. `sums` are sha256 of the pack's other files."""
     parts = [*_head(pack, answer), *_what(pack), *_against(answer), *_disclosed(pack, answer)]
-    for table in (_proven(pack), *tables.every(pack.rows), _knobs(pack), _made_with(pack), _files(sums)):
-        parts += tables.markdown(table) if table.rows else ()
-    return "\n".join([*parts, *_how_to_verify(pack)]) + "\n"
+    for one in (_proven(pack), *_every(pack), knobs(pack), made_with(pack), _files(sums)):
+        parts += tables.markdown(one) if one.rows else ()
+    return "\n".join([*parts, *how_to_verify(pack)]) + "\n"
+
+
+def _every(pack: Pack) -> list[Table]:
+    return [*tables.every(pack.rows), tables.hosts(pack.run), *changed(pack)]
+
+
+def changed(pack: Pack) -> list[Table]:
+    """What differs from the last accepted run under the same evidence root, as it was told when the pack was made."""
+    told = table(pack.path / CHANGES) if (pack.path / CHANGES).is_file() else {}
+    identity = tuple((one["what"], one["was"], one["now"]) for one in told.get("identity", ()))
+    speed = tuple(tuple(one[key] for key in _SPEED) for one in told.get("speed", ()))
+    why = [told["reason"]] if told.get("reason") else []
+    why += [f"compared with run {told['since']}"] if told.get("since") else []
+    why += ["nothing of what was read differs"] if told.get("since") and not identity else []
+    said = Table("Since the last accepted run", ("what",), tuple((line,) for line in why))
+    return [
+        said,
+        Table("What runs differently", ("what", "it was", "it is"), identity),
+        Table("Speed then and now", _SPEED, speed),
+    ]
 
 
 def _head(pack: Pack, answer: Outcome) -> Iterator[str]:
@@ -126,14 +148,14 @@ def _proven(pack: Pack) -> Table:
     return Table(title, header, tuple(rows), notes)
 
 
-def _knobs(pack: Pack) -> Table:
+def knobs(pack: Pack) -> Table:
     rows = [
         (mark, name, text) for mark, settings in pack.settings.items() for name, text in sorted(settings.texts.items())
     ]
     return Table("Configuration (the profile's knobs)", ("profile", "knob", "value"), tuple(rows))
 
 
-def _made_with(pack: Pack) -> Table:
+def made_with(pack: Pack) -> Table:
     told = pack.versions
     ours = [("pytest-dspark", str(told["pytest_dspark"])), ("its commit", told["commit"] or DASH)]
     ours += [("Python", f"{told['implementation']} {told['python']} on {told['system']} {told['machine']}")]
@@ -155,7 +177,7 @@ def _files(sums: Mapping[str, str]) -> Table:
     return Table("Files", ("file", "sha256"), tuple(sorted(sums.items())))
 
 
-def _how_to_verify(pack: Pack) -> Sequence[str]:
+def how_to_verify(pack: Pack) -> Sequence[str]:
     return (
         "## How to verify",
         "",

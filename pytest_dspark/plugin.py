@@ -26,6 +26,7 @@ from pytest_dspark.runner import held, run_check
 from pytest_dspark.state import State, controller_state, worker_state
 from pytest_dspark.verdict import Status, Verdict
 
+SUMMARY = "GITHUB_STEP_SUMMARY"
 STATE = pytest.StashKey[State]()
 RECORDER = pytest.StashKey[recorder.Recorder]()
 ARMED = pytest.StashKey[bool]()
@@ -101,6 +102,7 @@ _FLAGS: tuple[tuple[str, str], ...] = (
     ("plan", "print what would be launched, as JSON and as shell commands, and launch nothing"),
     ("keep", "leave the engine up at the end; a later session proves it again and reuses it"),
     ("attach", "use the engine that is already up; never start or stop one"),
+    ("summary", "add a Markdown summary to the file that GITHUB_STEP_SUMMARY names"),
 )
 
 
@@ -191,8 +193,18 @@ def pytest_configure(config: pytest.Config) -> None:
         _configure_controller(config)
 
 
+def _summary(config: pytest.Config) -> Path | None:
+    """Where the step summary goes, if one is wanted."""
+    if not _flag(config, "summary"):
+        return None
+    if not os.environ.get(SUMMARY):
+        raise pytest.UsageError(f"--dspark-summary: {SUMMARY} is not set, expected the name of a file")
+    return Path(os.environ[SUMMARY])
+
+
 def _configure_controller(config: pytest.Config) -> None:
     marks, given = wanted_marks(config), options(config)
+    summary = _summary(config)
     _refuse_modes(config, given, marks)
     live = _live(config)
     tried = _usage(selftesting.require)
@@ -209,7 +221,7 @@ def _configure_controller(config: pytest.Config) -> None:
     )
     state.narrowed, state.live, state.selftest = _narrowed(config), live, tried
     config.stash[STATE] = state
-    config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state))
+    config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state), summary=summary)
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")
     _install_signals(config, state)
     if getattr(config.option, "maxworkerrestart", None) is None:

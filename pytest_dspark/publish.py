@@ -19,6 +19,7 @@ from typing import Any, Final
 from xml.etree import ElementTree
 
 from pytest_dspark import (
+    headlines,
     identities,
     junit,
     ledger,
@@ -27,12 +28,15 @@ from pytest_dspark import (
     page,
     projection,
     provenance,
+    report,
+    since,
     statement,
     tables,
     verify,
+    web,
 )
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
-from pytest_dspark.pack import OPTION2, PAGE, STATEMENT, SUMS, Pack, PackError
+from pytest_dspark.pack import CHANGES, OPTION2, PAGE, REPORT, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.plan import Plan
 from pytest_dspark.projection import Projector
 from pytest_dspark.sanitize import mask_text
@@ -147,8 +151,9 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _junit(source, target, made)
     _tell(target / "sources.json", {"schema": 1, "files": sources})
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
+    _tell(target / CHANGES, made.data(since.told(source.root / "runs", _loaded(target))))
     _answers(target, source)
-    _derive(target)
+    _derive(target, drawn=True)
     _search(target, made)
     _verified(target)
 
@@ -412,7 +417,8 @@ def _junit(source: Source, target: Path, made: Projector) -> None:
     rows = _loaded(target).tests
     verdicts = {f"{row['profile']}/{row['check']}": (row["verdict"], row["message"]) for row in rows}
     try:
-        found = junit.derive(source.raw_junit, verdicts, made.text)
+        stories = {f"{row['profile']}/{row['check']}": headlines.story(row) for row in rows}
+        found = junit.derive(source.raw_junit, verdicts, made.text, stories)
         if set(junit.case_ids(source.raw_junit.read_bytes())) != set(junit.case_ids(found)):
             raise Refused("the public junit.xml would not hold the cases of pytest's own")
     except (ValueError, OSError, ElementTree.ParseError) as error:
@@ -420,13 +426,14 @@ def _junit(source: Source, target: Path, made: Projector) -> None:
     _put(target / "junit.xml", found + b"\n")
 
 
-def _derive(target: Path) -> None:
-    """PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
+def _derive(target: Path, *, drawn: bool = False) -> None:
+    """report.html, PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
         _put(target / OPTION2, option2.page(*parts).encode())
+    _put(target / REPORT, report.report(made, drawn=drawn).encode())
     sums = {name: value for name, value in sums_of(target).items() if name != PAGE}
     _put(target / PAGE, page.page(made, answer, sums).encode())
     sums = sums_of(target)
@@ -482,6 +489,8 @@ def _parts(name: str, text: str) -> Iterable[str]:
         return _leaves(name, text)
     if name.endswith(".xml"):
         return (part for one in ElementTree.fromstring(text).iter() for part in (one.text or "", *one.attrib.values()))
+    if name.endswith(".html"):
+        return web.plain(text)
     return (tables.unescaped(text) if name.endswith(".md") else text).split("\n")
 
 

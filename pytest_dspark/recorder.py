@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from pytest_dspark import inputs, ledger, provenance
+from pytest_dspark import closing, inputs, ledger, provenance
 from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome
 from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole
+from pytest_dspark.pack import load
 from pytest_dspark.publish import Refused, Source, publish
 from pytest_dspark.state import State
+from pytest_dspark.summary import summary
+from pytest_dspark.tables import escaped
 from pytest_dspark.verdict import Status, Verdict
 
 _FIRST_LINE = 500
@@ -30,8 +33,8 @@ def write_unmeasured(run: RunFolder, case: Case, report: pytest.TestReport, call
 class Recorder:
     """Counts what is reported, ends the engine before the report is finished, and writes what the run says."""
 
-    def __init__(self, state: State, *, raw_junit: Path) -> None:
-        self._state, self._raw = state, raw_junit
+    def __init__(self, state: State, *, raw_junit: Path, summary: Path | None = None) -> None:
+        self._state, self._raw, self._summary = state, raw_junit, summary
         self._crashed: list[str] = []
         self._worker_died = False
         self._unwritten = ""
@@ -102,6 +105,16 @@ class Recorder:
         if session.exitstatus == pytest.ExitCode.OK and self._refused:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._write_run(session, about)
+        self._summarize()
+
+    def _summarize(self) -> None:
+        """The step summary, if one is wanted; a run that is not published says why."""
+        if self._summary is None:
+            return
+        refused = f"## NOT published\n\n{escaped(self._refused)}\n"
+        text = refused if self._refused else summary(load(self._state.run.path / "publish"))
+        with self._summary.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
 
     def _good(self) -> bool:
         """Exit code 0: something passed, nothing is bad, and all that is required is there unless the run was narrowed."""
@@ -202,20 +215,20 @@ class Recorder:
         if result is None:
             return
         terminalreporter.section("dspark")
-        counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(result.counts.items())) or "no case"
-        terminalreporter.write_line(f"verdicts: {counts}")
-        if self._state.selftest:
-            terminalreporter.write_line(f"self-test: {self._state.selftest}")
-        for mark, made in self._state.plans.items():
-            terminalreporter.write_line(f"{mark}: profile {made.profile.name}, fingerprint {made.fingerprint}")
-        for note in result.disclosures:
-            terminalreporter.write_line(note)
-        for reason in result.reasons[:8]:
-            terminalreporter.write_line(f"  - {reason[:300]}")
-        if self._refused:
-            terminalreporter.write_line(f"  - not published: {self._refused[:300]}")
-        if len(result.reasons) > 8:
-            terminalreporter.write_line(f"  … and {len(result.reasons) - 8} more in run.json")
+        told = {
+            mark: f"profile {made.profile.name}, fingerprint {made.fingerprint}"
+            for mark, made in self._state.plans.items()
+        }
+        for line in closing.closing(
+            self._state.run.read(),
+            result,
+            word=self._word(result),
+            profiles=told,
+            run=self._state.run.path,
+            refused=self._refused,
+            self_test=str(self._state.selftest or ""),
+        ):
+            terminalreporter.write_line(line)
 
     def _last_line(self) -> None:
         result = self._outcome

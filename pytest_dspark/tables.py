@@ -6,11 +6,16 @@ interval says so; what was not measured is a dash with its reason below, never 0
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
+
+from pytest_dspark.calibration import bound
+from pytest_dspark.comparison import hold
 
 Row = Mapping[str, Any]
 VERDICTS: Final = ("PASS", "FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED", "NOT_IMPLEMENTED")
@@ -98,23 +103,56 @@ def not_seen(rows: Iterable[Row]) -> Table:
 
 # --- identity
 
+_ALIKE: Final = re.compile(r" equal to (?:rank 0|host-1)(?P<rest> but for .*)?$")
+_IDENTITY: Final = ("gate.image", "gate.pins", "gate.labels", "gate.symmetry", "gate.model", "gate.weights")
+
 
 def identity(rows: Iterable[Row]) -> Table:
-    """What was expected of every rank, and what was found: image, labels, pins, packages, kernel and driver."""
-    found: dict[tuple[str, str], dict[int, tuple[str, str]]] = {}
+    """What was pinned and what was found on every rank; `= pin` and `= rank 0` are equal to the byte, the rest is marked."""
+    found: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
     for row in of_tests(rows):
-        if row["check"] in ("gate.image", "gate.pins", "gate.symmetry", "gate.model") and row["finding"]:
-            for one in row["finding"]["comparisons"]:
-                if _is_short(one):
-                    cells = _cell(one["expected"]), _cell(one["found"])
-                    found.setdefault((row["profile"], one["what"]), {})[_rank(one)] = cells
+        for one in row["finding"]["comparisons"] if row["check"].startswith("gate.") and row["finding"] else ():
+            if not hold(one) or (row["check"] in _IDENTITY and _is_short(one)):
+                what = _ALIKE.sub("", one["what"])
+                found.setdefault((row["profile"], what), {}).setdefault(_rank(one), []).append(one)
     ranks = sorted({rank for cells in found.values() for rank in cells})
-    body = [
-        (*key, next(iter(cells.values()))[0], *(cells[rank][1] if rank in cells else DASH for rank in ranks))
-        for key, cells in found.items()
-    ]
-    header = ("profile", "what", "expected", *(f"rank {rank}" if rank >= 0 else "API" for rank in ranks))
+    body = [(*key, _pin(cells), *(_rank_cell(cells, rank) for rank in ranks)) for key, cells in found.items()]
+    header = ("profile", "what", "pin", *map(_rank_name, ranks))
     return Table("Identity, as read from what ran", header, tuple(body))
+
+
+def _rank_name(rank: int) -> str:
+    return "API" if rank < 0 else f"rank {rank} ({'worker' if rank else 'head'})"
+
+
+def _symmetric(one: Mapping[str, Any]) -> bool:
+    return _ALIKE.search(one["what"]) is not None
+
+
+def _pin(cells: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+    """What was expected; of what ranks only share, that they do."""
+    pinned = [one for told in cells.values() for one in told if not _symmetric(one)]
+    if not pinned:
+        return "not pinned; must equal rank 0"
+    words = {"present": "something", "absent": "nothing"}
+    told = [words.get(one["relation"], _cell(one["expected"])) for one in pinned]
+    return " / ".join(dict.fromkeys(told))
+
+
+def _rank_cell(cells: Mapping[int, Sequence[Mapping[str, Any]]], rank: int) -> str:
+    told = cells.get(rank, ())
+    if not told:
+        shared = [one for others in cells.values() for one in others if _symmetric(one)]
+        return _cell(shared[0]["expected"]) if rank == 0 and shared else DASH
+    return " / ".join(dict.fromkeys(_found(one, rank) for one in told))
+
+
+def _found(one: Mapping[str, Any], rank: int) -> str:
+    if not hold(one):
+        return f"DIFFERS: {_cell(one['found'])}"
+    if _symmetric(one):
+        return "= rank 0" if rank > 0 else _cell(one["found"])
+    return "= pin" if one["relation"] == "equal" else _cell(one["found"])
 
 
 def _rank(one: Mapping[str, Any]) -> int:
@@ -122,7 +160,11 @@ def _rank(one: Mapping[str, Any]) -> int:
 
 
 def _is_short(one: Mapping[str, Any]) -> bool:
-    return all(isinstance(one[key], (str, int, float, type(None))) for key in ("expected", "found"))
+    return all(isinstance(_alone(one[key]), (str, int, float, type(None))) for key in ("expected", "found"))
+
+
+def _alone(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 # --- figures
@@ -130,13 +172,24 @@ def _is_short(one: Mapping[str, Any]) -> bool:
 
 def timed(rows: Iterable[Row]) -> list[Table]:
     """One table a profile, kind of graphs and method: rates with their 95 % interval by repeats, waits, the client's own error."""
+    return [_timed(*key, found) for key, found in timed_groups(rows).items()]
+
+
+def timed_groups(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Rows with repeats by profile, kind of graphs and method: what may stand in one table and in one drawing; the largest
+    first."""
+    rows = list(rows)
     graphs = graphs_of(rows)
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in of_tests(rows):
         if row["finding"] and "headline" in row["finding"] and "repeats" in row["finding"]:
             key = row["profile"], graphs.get(row["profile"], "unknown"), row["finding"]["method"]
             groups.setdefault(key, []).append(row)
-    return [_timed(*key, found) for key, found in groups.items()]
+    return dict(sorted(groups.items(), key=lambda one: -len(one[1])))
+
+
+def _group(profile: str, graphs: str, method: str) -> str:
+    return f"profile {profile}, {graphs} graphs, method {method}"
 
 
 def graphs_of(rows: Iterable[Row]) -> dict[str, str]:
@@ -153,26 +206,19 @@ def graphs_of(rows: Iterable[Row]) -> dict[str, str]:
 
 _TIMED: Final = (
     *("check", "verdict", "in flight", "output tok/s (95 % interval)", "first token, median", "first token, p90"),
-    *("TPOT, median", "decode tok/s, client", "decode tok/s, server", "accepted length", "repeats", "streams"),
+    *("TPOT, median", "decode tok/s, client", "decode tok/s, server", "accepted length", "repeats, streams"),
 )
 
 
 def _timed(profile: str, graphs: str, method: str, rows: Sequence[Row]) -> Table:
-    title = f"Speed: profile {profile}, {graphs} graphs, method {method}"
+    title = f"Speed: {_group(profile, graphs, method)}"
     body = tuple(_timed_cells(row) for row in rows)
-    notes = [note for row in rows if (note := _unresolved(row))]
-    notes += [
+    notes = [
         f"{row['check']} is void or failed, its figures are no result: {_short(row['message'])}"
         for row in rows
         if row["verdict"] != "PASS"
     ]
     return Table(title, _TIMED, body, tuple(notes))
-
-
-def _unresolved(row: Row) -> str:
-    """Which figures of the row are not well above the client's own error; the row has both numbers."""
-    names = [line.partition(":")[0] for line in row["finding"]["headline"].get("unresolved", ())]
-    return f"{row['check']}: not well above the client's own error: {', '.join(names)}" if names else ""
 
 
 def _timed_cells(row: Row) -> tuple[str, ...]:
@@ -189,9 +235,72 @@ def _timed_cells(row: Row) -> tuple[str, ...]:
         interval(quoted["decode"]["client"]),
         interval(quoted["decode"]["server"]),
         _number(quoted["speculation"]["accepted_length"], 2),
-        str(len(repeats)),
-        str(sum(len(one["samples"]) for one in repeats)),
+        f"{len(repeats)}, {sum(len(one['samples']) for one in repeats)}",
     )
+
+
+_SPREADS: Final = (
+    *("check", "streams", "first token: least, median, most", "client's own error", "gap, mean a stream: median"),
+    *("longest gap", "client's own error of a gap", "not well above the client's own error"),
+)
+
+
+def spreads(rows: Iterable[Row]) -> list[Table]:
+    """One table a profile, kind of graphs and method: waits and gaps over all streams beside the client's own error."""
+    return [
+        Table(f"Waits: {_group(*key)}", _SPREADS, tuple(_spread_cells(row) for row in found))
+        for key, found in timed_groups(rows).items()
+    ]
+
+
+def _spread_cells(row: Row) -> tuple[str, ...]:
+    data, quoted = row["finding"], row["finding"]["headline"]
+    first = [stream["first_token_s"] for one in data["repeats"] for stream in one["samples"]]
+    known = sorted(value for value in first if value is not None)
+    error = data["calibration"]
+    near = [line.partition(":")[0].removesuffix("_median") for line in quoted.get("unresolved", ())]
+    return (
+        row["check"],
+        f"{len(first)}",
+        ", ".join(map(seconds, (known[0], quoted["first_token_s_median"], known[-1]))) if known else DASH,
+        f"± {seconds(bound(error['first_token_error_s']))}" if error else "not measured",
+        seconds(quoted["mean_gap_s_median"]),
+        seconds(quoted["longest_gap_s"]),
+        f"± {seconds(2 * bound(error['stamp_error_s']))}" if error else "not measured",
+        ", ".join(near) or "all are",
+    )
+
+
+def needle_grid(rows: Iterable[Row]) -> Table:
+    """Length by position of the needle: verdict and seconds."""
+    cells = [row for row in of_tests(rows) if row["check"].startswith("needle.") and row["finding"]]
+    places = {row["check"]: _places(row) for row in cells}
+    columns = sorted({place for found in places.values() for place in found})
+    body = tuple(
+        (
+            f"{row['profile']}/{row['check']}: {row['finding']['planned_tokens']:,} tokens",
+            *(_grid_cell(row) if place in places[row["check"]] else DASH for place in columns),
+        )
+        for row in cells
+    )
+    header = ("length", *(f"needle at {place:.0%}" if place >= 0 else "not built" for place in columns))
+    return Table("Needle grid: length and position", header, body)
+
+
+def _places(row: Row) -> list[float]:
+    return [float(one["share"]) for one in row["finding"].get("needles") or ()] or [-1.0]
+
+
+def _grid_cell(row: Row) -> str:
+    times = row["finding"].get("timing") or {}
+    took = (
+        seconds(times["end_s"])
+        if times.get("end_s") is not None
+        else "not sent"
+        if not row["finding"].get("sent")
+        else ""
+    )
+    return f"{row['verdict']}{f', {took}' if took else ''}"
 
 
 def needles(rows: Iterable[Row]) -> Table:
@@ -232,6 +341,61 @@ def launches(rows: Iterable[Row]) -> Table:
     return Table("Launch", ("profile", "phase", "", "took"), tuple(body))
 
 
+def session(rows: Iterable[Row]) -> Table:
+    """When each lane ran, and what of it did not pass."""
+    lanes: dict[tuple[str, str], list[Row]] = {}
+    known = [row for row in of_tests(rows) if row.get("measured_in") == row.get("run")]
+    for row in known:
+        lanes.setdefault((row["profile"], row["lane"]), []).append(row)
+    begin = min((moment(row["started"]) for row in known), default=0.0)
+    body = []
+    for key, found in lanes.items():
+        starts = [moment(row["started"]) for row in found]
+        end = max(at + row["elapsed_s"] for at, row in zip(starts, found, strict=True))
+        bad = [f"{row['check']} {row['verdict']}" for row in found if row["verdict"] not in ("PASS", "NOT_IMPLEMENTED")]
+        body.append(
+            (*key, seconds(min(starts) - begin), seconds(end - begin), str(len(found)), ", ".join(bad) or "nothing")
+        )
+    return Table("Timeline", ("profile", "lane", "began after", "ended after", "rows", "did not pass"), tuple(body))
+
+
+def moment(stamp: str) -> float:
+    """A stamp of a row as seconds, to place rows beside each other; durations never come from it."""
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+
+
+def hosts(run: Mapping[str, Any]) -> Table:
+    """Memory and heat of every host while an engine was up; what could not be read has its reason."""
+    body = [
+        (
+            mark,
+            host,
+            str(one["readings"]),
+            f"{one['least_free_memory_gib']:g} GiB" if one["least_free_memory_gib"] is not None else "not read",
+            f"{one['most_temperature_c']:g} °C" if one["most_temperature_c"] is not None else "not read",
+            _short("; ".join(one.get("unreadable") or ())) or DASH,
+        )
+        for mark, profile in run["profiles"].items()
+        for host, one in (profile.get("hosts") or {}).items()
+    ]
+    header = ("profile", "host", "readings", "least free memory", "highest temperature", "what could not be read")
+    return Table("Hosts while the engine was up", header, tuple(body))
+
+
+def parts(rows: Iterable[Row]) -> Table:
+    """Single questions of a check: how many have which verdict."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for row in rows:
+        if row.get("part") is not None:
+            counts.setdefault((row["profile"], row["check"]), Counter())[row["verdict"]] += 1
+    body = [(*key, str(sum(found.values())), _counted(found)) for key, found in counts.items()]
+    return Table("Single questions", ("profile", "check", "questions", "verdicts"), tuple(body))
+
+
+def _counted(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{found[name]} {name}" for name in VERDICTS if found.get(name))
+
+
 def all_rows(rows: Iterable[Row]) -> Table:
     """Every row."""
     body = [
@@ -251,8 +415,16 @@ def all_rows(rows: Iterable[Row]) -> Table:
 def every(rows: Sequence[Row]) -> list[Table]:
     """All tables that have a row, in the order in which a reader asks."""
     tables = [
-        *(not_passed(rows), *timed(rows), needles(rows), launches(rows), identity(rows)),
-        *(not_seen(rows), not_available(rows), all_rows(rows)),
+        *(
+            not_passed(rows),
+            *timed(rows),
+            *spreads(rows),
+            needle_grid(rows),
+            needles(rows),
+            launches(rows),
+            session(rows),
+        ),
+        *(identity(rows), not_seen(rows), not_available(rows), parts(rows), all_rows(rows)),
     ]
     return [table for table in tables if table.rows]
 
@@ -283,7 +455,8 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _cell(value: Any) -> str:
-    return DASH if value is None else _short(str(value))
+    value = _alone(value)
+    return DASH if value is None else _short(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _short(text: str) -> str:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from pytest_dspark import composition, ledger, option2, pack, packfile, page, provenance, signing, statement
+from pytest_dspark import composition, ledger, option2, pack, packfile, page, provenance, report, signing, statement
 from pytest_dspark.acceptance import Outcome
 from pytest_dspark.audit import SLACK_S, same
 from pytest_dspark.checks import Check, resolve
@@ -24,7 +24,7 @@ from pytest_dspark.checks.timed import seconds_of
 from pytest_dspark.comparison import hold
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.evidence import ROW_SCHEMA
-from pytest_dspark.pack import OPTION2, PAGE, SHAPE, STATEMENT, SUMS, Pack, PackError
+from pytest_dspark.pack import OPTION2, PAGE, REPORT, SHAPE, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.parts import Part
 from pytest_dspark.verdict import Finding, Status, Verdict
 
@@ -814,6 +814,7 @@ def _derived(found: Pack, sums: Mapping[str, str]) -> Iterator[Problem]:
     without = {name: value for name, value in sums.items() if name != PAGE}
     if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode():
         yield Problem(PAGE, "is not the page that the pack's files make")
+    yield from (Problem(REPORT, why) for why in report.problems(found))
     why = statement.unproven(found)
     yield from _option2(found, answer, proven=not why)
     there = (found.path / STATEMENT).is_file()
@@ -848,6 +849,7 @@ def claims(found: Pack) -> Iterator[str]:
         yield f"the suites and the code of pytest-dspark {found.versions['pytest_dspark']} commit {found.versions['commit']}, since others verify"
     elif found.versions["changes"]:
         yield "the code of pytest-dspark, which was changed when it ran"
+    yield "what changed since an earlier run, which is another pack, and the drawings of report.html, whose numbers are in its tables"
     sources = pack.table(found.path / "sources.json")["files"]
     changed = [name for name, one in sources.items() if one["projected"]]
     if changed:

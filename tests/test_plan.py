@@ -244,3 +244,66 @@ def test_cluster_file_refusals(data, words):
     with pytest.raises(ConfigError) as caught:
         cluster_from(data, source="c.toml")
     assert words in caught.value.message and "c.toml" in caught.value.message
+
+
+# --- another engine, by a recipe alone
+
+
+def sglang_argv(rank):
+    """Written out by hand from SGLang's documentation of two nodes."""
+    argv = [
+        "python3",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "/model",
+        "--served-model-name",
+        "smollm2",
+        "--tp",
+        "2",
+    ]
+    argv += [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(rank),
+        "--dist-init-addr",
+        "192.0.2.1:20000",
+        "--context-length",
+        "8192",
+    ]
+    argv += [
+        "--max-running-requests",
+        "16",
+        "--mem-fraction-static",
+        "0.5",
+        "--tool-call-parser",
+        "llama3",
+        "--enable-metrics",
+    ]
+    return argv + (["--host", "0.0.0.0", "--port", "30000"] if rank == 0 else [])
+
+
+def test_a_new_engine_needs_no_code(cluster):
+    """SGLang from a recipe file: its own module, its own rendezvous, only the head serves."""
+    made = plan(profile("sglang-smollm2"), load_recipe(ROOT / "recipe" / "sglang.toml"), cluster, mark="production")
+    for rank, spec in enumerate(made.specs):
+        assert list(spec.argv) == sglang_argv(rank)
+        assert spec.image == "lmsysorg/sglang:spark" and spec.name == "dspark_sglang"
+    assert "python3 -m sglang.launch_server --model-path /model" in as_shell(made)
+
+
+def test_plan_of_the_new_engine_on_the_command_line(pytester, monkeypatch):
+    """What docs/recipes.md shows: --dspark-plan with the recipe prints both ranks."""
+    monkeypatch.chdir(ROOT)
+    options = [
+        "-m",
+        "production",
+        "--dspark-recipe=sglang",
+        f"--dspark-cluster={ROOT / 'docs' / 'cluster.example.toml'}",
+    ]
+    found = pytester.runpytest_subprocess("--dspark-plan", *options, f"--rootdir={ROOT}", str(ROOT / "suites"))
+    text = found.stdout.str()
+    assert found.ret == 0, text
+    told = json.loads(text[: text.index("\n\n#")])
+    assert [rank["argv"] for rank in told[0]["ranks"]] == [sglang_argv(0), sglang_argv(1)]

@@ -30,7 +30,7 @@ def write(tmp_path, text, name="small.toml"):
     return path
 
 
-@pytest.mark.parametrize("name", ["dspark-sm121", "vllm", "lab-smollm2", "lab-emulated", "rehearsal"])
+@pytest.mark.parametrize("name", ["dspark-sm121", "vllm", "sglang", "lab-smollm2", "lab-emulated", "rehearsal"])
 def test_shipped_recipes_load_and_require_something(name):
     recipe = load_recipe(RECIPES / f"{name}.toml")
     assert recipe.canaries and recipe.markers
@@ -88,7 +88,7 @@ def test_refusals_name_file_and_key(tmp_path, text, words):
 
 
 def test_unknown_recipe_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="dspark-sm121, lab-emulated, lab-smollm2, rehearsal, vllm"):
+    with pytest.raises(ConfigError, match="dspark-sm121, lab-emulated, lab-smollm2, rehearsal, sglang, vllm"):
         find_recipe("nothing", [RECIPES])
 
 
