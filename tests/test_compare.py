@@ -98,13 +98,21 @@ def test_no_interval_from_one_repeat_or_from_nothing(values):
 def test_a_planted_slowdown_is_found_and_none_is_not(lab):
     """5 % of 5 repeats with a spread of 1 %, over many seeds; both shares are printed."""
     seeds = range(60)
-    found = [says(planted(lab, 0, 0.01, seed), planted(lab, 0.05, 0.01, 1000 + seed)).exit_code for seed in seeds]
+    answers = [says(planted(lab, 0, 0.01, seed), planted(lab, 0.05, 0.01, 1000 + seed)) for seed in seeds]
+    found = [answer.exit_code for answer in answers]
     alarms = [says(planted(lab, 0, 0.01, seed), planted(lab, 0, 0.01, 1000 + seed)).exit_code for seed in seeds]
     power, false = (sum(code == 1 for code in codes) / len(codes) for codes in (found, alarms))
     print(f"\nplanted 5 %, 5 repeats, spread 1 %: found {power:.1%}; planted 0 %: {false:.1%} false alarms,", end=" ")
     print(f"{sum(code == 2 for code in alarms)} of {len(alarms)} could not tell")
     assert power == 1.0
+    assert sum("output tok/s" in {one.name for one in answer.slower} for answer in answers) >= 0.95 * len(answers)
     assert alarms.count(1) == 0 and alarms.count(0) >= 55
+
+
+def test_chance_alone_is_no_regression_without_a_limit(lab):
+    """With a limit of 0 every second estimate is below it; the interval decides."""
+    answers = [says(planted(lab, 0, 0.01, seed), planted(lab, 0, 0.01, 500 + seed), limit=0.0) for seed in range(40)]
+    assert sum(answer.exit_code == 1 for answer in answers) <= 3
 
 
 def streamed(base: pack.Pack, gap_s: float) -> pack.Pack:

@@ -187,7 +187,7 @@ def said(rows, **more):
     return closing.closing(rows, found, **{**options, **more})
 
 
-def test_the_last_section_says_all_in_20_lines(lab):
+def test_the_last_section_says_all_in_20_lines(lab, monkeypatch):
     """Verdict, counts, figures with intervals, where the pack is, the next command; also where everything failed."""
     lines = said(lab.rows)
     text = "\n".join(lines)
@@ -200,10 +200,14 @@ def test_the_last_section_says_all_in_20_lines(lab):
         "next: dspark verify '/runs/r 1/publish'",
     ):
         assert word in text, text
+    some = [row | ({"verdict": "FAIL", "message": "no"} if row["lane"] == "correctness" else {}) for row in lab.rows]
+    assert len(said(some, profiles=dict.fromkeys("abcdef", "p"))) == 20
     rows = [row | {"verdict": "ERROR", "code": "RANK_EXITED", "message": "dead " * 99} for row in lab.rows]
     lines = said(rows, refused="x" * 400, profiles=dict.fromkeys("abcdef", "p"))
     assert len(lines) <= 20 and max(map(len, lines)) <= 160
     assert "ERROR production/launch (fault: infrastructure): dead" in "\n".join(lines)
+    monkeypatch.setattr(closing, "_REASONS", 99)
+    assert len(said(rows)) == 20, "whatever there is to say"
     assert lines[-1].startswith("next: pytest … --dspark-resume") and lines[-2] == "evidence: /runs/r 1"
 
 

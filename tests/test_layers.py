@@ -1,6 +1,7 @@
 """The one-way flow: who may import what."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ ALLOWED = {
     "tiktoken": {"tokens.py"},
     "prometheus_client": {"metrics.py"},
     "bfcl_eval": {"bfcl_driver.py"},
+    "matplotlib": {"figures.py"},
 }
 STDLIB_ALONE = (
     "acceptance.py",
@@ -48,6 +50,8 @@ STDLIB_ALONE = (
     "verify.py",
     "garble.py",
     "proportion.py",
+    *("closing.py", "compare.py", "comparing.py", "differing.py", "headlines.py", "r0b0bench.py", "report.py"),
+    *("show_cli.py", "shown.py", "since.py", "summary.py", "web.py", "welch.py"),
 )
 
 
@@ -123,3 +127,16 @@ def test_no_import_cycles():
 
     for name in known:
         walk(name, ())
+
+
+def test_a_comparison_needs_no_library():
+    """compare and export run on a Python that has nothing but itself; the report then has tables alone."""
+    code = "import sys; from pytest_dspark.cli import main; sys.exit(main(sys.argv[1:]))"
+    pack = str(Path(__file__).parent / "data" / "lab-pack.tar.xz")
+    for words in (["compare", pack, pack], ["export", "r0b0bench", pack], ["report", pack, "--out", "/dev/null"]):
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", code, *words],
+            env={"PYTHONPATH": str(PACKAGE.parent)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == (2 if words[0] == "compare" else 0), done.stderr
+        assert "Traceback" not in done.stderr
