@@ -269,6 +269,25 @@ def test_edited_suites_are_found_though_their_hash_is_made_anew(copy):
     assert named(copy) == {"inputs/suites/test_correctness.py"}
 
 
+def test_a_log_line_that_the_gate_quotes_and_that_was_edited_is_found(copy):
+    path = copy / "production" / "rank0.log"
+    path.write_text(
+        path.read_text().replace(
+            "CUDA_GRAPH_REPLAY implementation=regular", "CUDA_GRAPH_REPLAY implementation=breakable"
+        )
+    )
+    forge(copy)
+    assert named(copy) == {"production/rank0.log"}
+
+
+def test_a_row_that_took_less_than_what_it_holds_is_found(copy):
+    rows = rows_of(copy)
+    next(row for row in rows if row["check"] == "concurrency.c4")["elapsed_s"] = 0.001
+    write_rows(copy, rows)
+    forge(copy)
+    assert any("what it holds took at least" in str(problem) for problem in examine(copy).problems)
+
+
 def test_a_hidden_rerun_is_found(copy):
     """Somebody measured twice and kept the better row."""
     lines = (copy / "begun.jsonl").read_text().splitlines()
