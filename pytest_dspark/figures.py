@@ -162,6 +162,8 @@ def _traces(axes: Any, traces: Sequence[Trace], label: str) -> None:
         traces, ((FIRST, "-"), (SECOND, "--"), (GOOD, ":"), (INK, "-.")) * 99, strict=False
     ):
         axes.plot(*zip(*trace.points, strict=True), color=color, linestyle=line, linewidth=1.6, label=trace.host)
+        if len(trace.points) < 3:
+            axes.plot(*zip(*trace.points, strict=True), "o", color=color, markersize=4)
     axes.set_title(label, loc="left", fontsize=10.5, color=MUTED)
     axes.margins(y=0.25)
     axes.legend(loc="upper right", fontsize=10, ncols=4, borderaxespad=0, labelcolor=INK, bbox_to_anchor=(1, 1.32))
