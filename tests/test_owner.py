@@ -1,6 +1,5 @@
 """Who is provably dead: only what was of this boot and this process table, and is not in it any more."""
 
-import os
 import subprocess
 import sys
 
@@ -42,7 +41,7 @@ def test_another_boot_or_another_process_table_proves_nothing(gone, part):
     assert not owner.dead("/".join(parts))
 
 
-@pytest.mark.parametrize("text", ["", "x", "a/b/c/d", "///", "../../1/1", f"{os.getpid()}"])
+@pytest.mark.parametrize("text", ["", "x", "a/b/c/d", "///", "../../1/1", "1"])
 def test_what_cannot_be_read_proves_nothing(text):
     assert not owner.dead(text) and not owner.orphaned(of(text))
 
