@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_behaviour(commands)
     _add_data(commands)
     packs_cli.add(commands)
-    text = "show known defects to gate, client, judges and sanitiser: each must be caught, each clean twin must pass"
+    text = "show known defects to gate, client, judges, sanitiser and verifier: each must be caught, each clean twin must pass"
     commands.add_parser("selftest", help=text, description=text).set_defaults(action=_selftest)
     show_cli.add(commands)
     return parser

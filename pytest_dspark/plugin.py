@@ -207,7 +207,6 @@ def _configure_controller(config: pytest.Config) -> None:
     summary = _summary(config)
     _refuse_modes(config, given, marks)
     live = _live(config)
-    tried = _usage(selftesting.require)
     state = _usage(
         lambda: controller_state(
             given,
@@ -219,7 +218,10 @@ def _configure_controller(config: pytest.Config) -> None:
             say=live.line,
         )
     )
-    state.narrowed, state.live, state.selftest = _narrowed(config), live, tried
+    # A rehearsal publishes nothing that is worth verifying; `dspark selftest` and an acceptance show packs too.
+    unshown = ("verifier",) if state.recipe.rehearsal else ()
+    state.selftest = _usage(lambda: selftesting.require(without=unshown))
+    state.narrowed, state.live = _narrowed(config), live
     config.stash[STATE] = state
     config.stash[RECORDER] = recorder.Recorder(state, raw_junit=_junit_path(config, state), summary=summary)
     config.pluginmanager.register(config.stash[RECORDER], "dspark-recorder")

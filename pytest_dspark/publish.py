@@ -153,7 +153,7 @@ def _publish(source: Source, target: Path, made: Projector) -> None:
     _tell(target / "pseudonyms.json", {"schema": 1, "sha256_of_nonce_and_name": made.map()})
     _tell(target / CHANGES, made.data(since.told(source.root / "runs", _loaded(target))))
     _answers(target, source)
-    _derive(target, drawn=True)
+    derive(target, drawn=True)
     _search(target, made)
     _verified(target)
 
@@ -426,7 +426,7 @@ def _junit(source: Source, target: Path, made: Projector) -> None:
     _put(target / "junit.xml", found + b"\n")
 
 
-def _derive(target: Path, *, drawn: bool = False) -> None:
+def derive(target: Path, *, drawn: bool = False) -> None:
     """report.html, PACK.md, SHA256SUMS and the statement, all from what lies in the folder."""
     made = _loaded(target)
     answer = pack.answer(made)

@@ -1,4 +1,4 @@
-"""The self-test: known defects are shown to the gate, the client, the judges and the sanitiser, and each must be caught.
+"""The self-test: known defects are shown to the gate, the client, the judges, the sanitiser and the verifier, and each must be caught.
 
 A defect is a data file of the folder `selftest`: to whom it is shown, what must be said of it, and its clean twin, which is
 the same without the defect and must pass. A new kind of defect is one function in `ADAPTERS` and one file.
@@ -6,15 +6,16 @@ the same without the defect and must pass. A new kind of defect is one function 
 
 from __future__ import annotations
 
+import hashlib
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pytest_dspark import gate, sanitize, specimen
+from pytest_dspark import gate, packfile, publish, sanitize, specimen, verify
 from pytest_dspark.checks import resolve
 from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.plan import Plan
@@ -24,6 +25,10 @@ from pytest_dspark.timing import Timing
 from pytest_dspark.verdict import Finding, Status
 
 FOLDER = Path(__file__).parent / "selftest"
+# A pack of a rehearsal; `python -m pytest suites -m production --dspark-cluster rehearsal -k "launch or gate or json or teardown"` makes
+# another: the folder `publish` of that run, as a tar archive.
+# What is derived in it is derived anew, and it is said to be of no version, so that it need not follow every change.
+PACK, MADE_BY = "pack.tar.gz", "0.1.0"
 KEYS = frozenset({"shown_to", "title", "expect", "defect", "clean"})
 
 
@@ -86,11 +91,16 @@ def _defect(path: Path) -> Defect:
     return Defect(path.stem, **data)
 
 
-def run(folder: Path = FOLDER, *, clock: Callable[[], float] = time.monotonic) -> Outcome:
-    """Show every defect and every clean twin. Raises HARNESS for data that cannot be read."""
-    begin, caught, missed, passed = clock(), dict.fromkeys(ADAPTERS, 0), [], 0
+def run(
+    folder: Path = FOLDER, *, without: Collection[str] = (), clock: Callable[[], float] = time.monotonic
+) -> Outcome:
+    """Show every defect and every clean twin, but to none of `without`. Raises HARNESS for data that cannot be read."""
+    shown = [who for who in ADAPTERS if who not in without]
+    begin, caught, missed, passed = clock(), dict.fromkeys(shown, 0), [], 0
     twins: dict[str, str] = {}  # many defects have one and the same clean twin
     for one in read(folder):
+        if one.shown_to not in shown:
+            continue
         key = f"{one.shown_to} {one.clean}"
         if key not in twins:
             twins[key] = _shown(one, one.clean)
@@ -105,9 +115,9 @@ def run(folder: Path = FOLDER, *, clock: Callable[[], float] = time.monotonic) -
     return Outcome(caught, passed, tuple(missed), clock() - begin)
 
 
-def require(folder: Path = FOLDER) -> Outcome:
+def require(folder: Path = FOLDER, *, without: Collection[str] = ()) -> Outcome:
     """The outcome, if every defect was caught. Raises HARNESS if not: then no verdict of this installation is worth anything."""
-    outcome = run(folder)
+    outcome = run(folder, without=without)
     if outcome.missed:
         raise ConfigError("HARNESS", f"the self-test failed, nothing was launched: {'; '.join(outcome.missed[:5])}")
     return outcome
@@ -224,5 +234,49 @@ def _changed_api(api: gate.Api, change: Mapping[str, Any]) -> gate.Api:
     return replace(api, **change["api"])
 
 
+# --- the verifier
+
+
+def _verifier(case: Mapping[str, Any]) -> str:
+    """`changes` of a good pack: a file's `old` text written as `new`, a file added or removed. `summed` corrects the sums of
+    what was changed in SHA256SUMS and in the statement, as somebody would who knows how a pack is made."""
+    with packfile.opened(FOLDER / PACK) as folder:
+        _edit(folder, {"file": "versions.json", "old": f'"{MADE_BY}"', "new": '"0"'})
+        publish.derive(folder)
+        for change in case.get("changes", ()):
+            _edit(folder, change)
+        return "" if verify.verify(folder).verified else "NOT_VERIFIED"
+
+
+def _edit(folder: Path, change: Mapping[str, Any]) -> None:
+    path = folder / change["file"]
+    if "add" in change:
+        path.write_text(change["add"], encoding="utf-8")
+    elif change.get("remove"):
+        path.unlink()
+    else:
+        before = path.read_text(encoding="utf-8")
+        if change["old"] not in before:
+            raise ValueError(
+                f"{change['file']} does not hold {change['old']!r}: the pack was made anew, and this was not"
+            )
+        path.write_text(before.replace(change["old"], change["new"], 1), encoding="utf-8")
+        if change.get("summed"):
+            _sum_again(folder, before, path.read_text(encoding="utf-8"))
+
+
+def _sum_again(folder: Path, before: str, after: str) -> None:
+    old, new = (hashlib.sha256(text.encode("utf-8")).hexdigest() for text in (before, after))
+    for name in ("SHA256SUMS", "statement.json"):
+        path = folder / name
+        path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+
+
 Adapter = Callable[[Mapping[str, Any]], str]
-ADAPTERS: Mapping[str, Adapter] = {"gate": _gate, "client": _client, "judges": _judges, "sanitiser": _sanitiser}
+ADAPTERS: Mapping[str, Adapter] = {
+    "gate": _gate,
+    "client": _client,
+    "judges": _judges,
+    "sanitiser": _sanitiser,
+    "verifier": _verifier,
+}

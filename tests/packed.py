@@ -83,7 +83,7 @@ def forge(folder: Path) -> None:
     """Seals, page, checksums and statement made anew from what lies in the folder, by our own code."""
     for name in ("PACK.md", "SHA256SUMS", "statement.json"):
         (folder / name).unlink(missing_ok=True)
-    publish._derive(folder)
+    publish.derive(folder)
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
