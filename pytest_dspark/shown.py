@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pytest_dspark.calibration import bound
 from pytest_dspark.pack import Pack, lines
-from pytest_dspark.tables import Row, moment, placed
+from pytest_dspark.tables import STAMP, Row, moment, placed
 
 MOST_DOTS = 400
 
@@ -144,6 +144,6 @@ def _traces(pack: Pack, begin: float, key: str) -> tuple[Trace, ...]:
     for mark in pack.profiles:
         path = pack.path / mark / "readings.jsonl"
         for one in lines(path) if path.is_file() else ():
-            if one[key] is not None:
+            if one[key] is not None and STAMP.fullmatch(str(one["at"])):
                 points.setdefault(str(one["host"]), []).append((moment(one["at"]) - begin, float(one[key])))
     return tuple(Trace(host, tuple(sorted(found))) for host, found in sorted(points.items()))

@@ -103,7 +103,7 @@ def not_seen(rows: Iterable[Row]) -> Table:
 
 # --- identity
 
-_STAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
+STAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
 _ALIKE: Final = re.compile(r" equal to (?:rank 0|host-1)(?P<rest> but for .*)?$")
 _IDENTITY: Final = ("gate.image", "gate.pins", "gate.labels", "gate.symmetry", "gate.model", "gate.weights")
 
@@ -363,7 +363,7 @@ def session(rows: Iterable[Row]) -> Table:
 def placed(rows: Iterable[Row]) -> list[Row]:
     """The rows that this run measured itself, and that say when: what belongs on its axis of time."""
     mine = [row for row in of_tests(rows) if row.get("measured_in") == row.get("run")]
-    return [row for row in mine if _STAMP.fullmatch(row["started"])]
+    return [row for row in mine if STAMP.fullmatch(row["started"])]
 
 
 def moment(stamp: str) -> float:
