@@ -40,6 +40,14 @@ FAULT_OF_CODE: Final[Mapping[str, str]] = {
     "INFRA_RISK": "the hosts: memory or heat",
     "CANCELLED": "whoever interrupted the run",
     "LIMIT_EXCEEDED": "the engine, by a limit that the recipe states",
+    "CROSS_TALK": "the engine: one stream's text in another's answer",
+    "LOSSY": "the engine: what chose the tokens was not the model",
+    "DIVERGED": "the engine: its answers change with its load",
+    "FABRIC_LOST": "the cable between the hosts",
+    "HOST_UNREACHABLE": "a host, or the way to it",
+    "NAME_TAKEN": "another run or another engine on a host",
+    "PORT_TAKEN": "another program on a host",
+    "LEFT_BEHIND": "a host on which something could not be stopped",
 }
 
 
