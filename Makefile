@@ -40,7 +40,7 @@ test: $(BIN)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd pytest_dspark/rehearsal && $(CURDIR)/$(BIN)/mypy --strict --config-file= --cache-dir=$(CURDIR)/.mypy_cache/rehearsal rank.py
-	$(BIN)/python -m pytest tests -n 3
+	$(BIN)/python -m pytest tests -n 3 --dist worksteal
 
 identity: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest tests/test_identity.py -q -s -n0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pytest_dspark.calibration import bound
 from pytest_dspark.pack import Pack, lines
-from pytest_dspark.tables import Row, moment, of_tests
+from pytest_dspark.tables import STAMP, Row, moment, placed
 
 MOST_DOTS = 400
 
@@ -117,7 +117,7 @@ def _thinned(values: Sequence[float]) -> tuple[float, ...]:
 
 def session(pack: Pack) -> Session:
     """Phases, rows and readings from the first row on; rows of an earlier run that was resumed are not on this axis."""
-    rows = [row for row in of_tests(pack.rows) if row.get("measured_in") == row.get("run")]
+    rows = placed(pack.rows)
     begin = min((moment(row["started"]) for row in rows), default=0.0)
     bars = [bar for row in rows for bar in _phases(row, begin) or [_bar(row, begin)]]
     memory, heat = _traces(pack, begin, "free_memory_gib"), _traces(pack, begin, "temperature_c")
@@ -144,6 +144,6 @@ def _traces(pack: Pack, begin: float, key: str) -> tuple[Trace, ...]:
     for mark in pack.profiles:
         path = pack.path / mark / "readings.jsonl"
         for one in lines(path) if path.is_file() else ():
-            if one[key] is not None:
+            if one[key] is not None and STAMP.fullmatch(str(one["at"])):
                 points.setdefault(str(one["host"]), []).append((moment(one["at"]) - begin, float(one[key])))
     return tuple(Trace(host, tuple(sorted(found))) for host, found in sorted(points.items()))

@@ -40,6 +40,14 @@ FAULT_OF_CODE: Final[Mapping[str, str]] = {
     "INFRA_RISK": "the hosts: memory or heat",
     "CANCELLED": "whoever interrupted the run",
     "LIMIT_EXCEEDED": "the engine, by a limit that the recipe states",
+    "CROSS_TALK": "the engine: one stream's text in another's answer",
+    "LOSSY": "the engine: what chose the tokens was not the model",
+    "DIVERGED": "the engine: its answers change with its load",
+    "FABRIC_LOST": "the cable between the hosts",
+    "HOST_UNREACHABLE": "a host, or the way to it",
+    "NAME_TAKEN": "another run or another engine on a host",
+    "PORT_TAKEN": "another program on a host",
+    "LEFT_BEHIND": "a host on which something could not be stopped",
 }
 
 
@@ -103,6 +111,7 @@ def not_seen(rows: Iterable[Row]) -> Table:
 
 # --- identity
 
+STAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
 _ALIKE: Final = re.compile(r" equal to (?:rank 0|host-1)(?P<rest> but for .*)?$")
 _IDENTITY: Final = ("gate.image", "gate.pins", "gate.labels", "gate.symmetry", "gate.model", "gate.weights")
 
@@ -344,7 +353,7 @@ def launches(rows: Iterable[Row]) -> Table:
 def session(rows: Iterable[Row]) -> Table:
     """When each lane ran, and what of it did not pass."""
     lanes: dict[tuple[str, str], list[Row]] = {}
-    known = [row for row in of_tests(rows) if row.get("measured_in") == row.get("run")]
+    known = placed(rows)
     for row in known:
         lanes.setdefault((row["profile"], row["lane"]), []).append(row)
     begin = min((moment(row["started"]) for row in known), default=0.0)
@@ -357,6 +366,12 @@ def session(rows: Iterable[Row]) -> Table:
             (*key, seconds(min(starts) - begin), seconds(end - begin), str(len(found)), ", ".join(bad) or "nothing")
         )
     return Table("Timeline", ("profile", "lane", "began after", "ended after", "rows", "did not pass"), tuple(body))
+
+
+def placed(rows: Iterable[Row]) -> list[Row]:
+    """The rows that this run measured itself, and that say when: what belongs on its axis of time."""
+    mine = [row for row in of_tests(rows) if row.get("measured_in") == row.get("run")]
+    return [row for row in mine if STAMP.fullmatch(row["started"])]
 
 
 def moment(stamp: str) -> float:

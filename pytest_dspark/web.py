@@ -31,7 +31,7 @@ STYLE: Final = """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
-header,main,nav,footer{max-width:68rem;margin:0 auto;padding:0 1.25rem}
+header,main,nav,footer{max-width:74rem;margin:0 auto;padding:0 1.25rem}
 header{padding-top:2rem}
 h1{font-size:1.15rem;font-weight:600;margin:0 0 .75rem;color:var(--muted);overflow-wrap:anywhere}
 h2{font-size:1.3rem;line-height:1.3;margin:3rem 0 .75rem;padding-top:.9rem;border-top:1px solid var(--line);text-wrap:balance}
@@ -92,6 +92,7 @@ figure{padding:.7rem .5rem}
 .cards td,.cards tbody th{border:0;padding:.22rem .8rem;display:grid;grid-template-columns:8.5rem minmax(0,1fr);gap:.6rem}
 .cards td::before,.cards tbody th::before{content:attr(data-label);color:var(--muted);font-weight:400}
 }
+@media (min-width:44.01rem){.cards table{font-size:.8rem}.cards th,.cards td{padding:.45rem .4rem}}
 @media print{body{background:#fff}.scroll{overflow:visible}details>*{display:block}}
 """
 

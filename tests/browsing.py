@@ -79,6 +79,7 @@ def faults(driver: Any, page: Path) -> list[str]:
 
 WIDE = """
 return [...document.querySelectorAll('body *')].filter(one => !one.closest('svg, pre') && one.getClientRects().length
-  && one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll:not(.cards)') && !one.closest('thead'))
+  && one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(innerWidth < 700 ? '.scroll:not(.cards)' : '.scroll')
+  && !one.closest('thead'))
   .map(one => one.tagName + ' ' + one.textContent.slice(0, 40));
 """

@@ -44,13 +44,14 @@ def begun(session, check):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_memory_under_the_floor_ends_the_check_and_the_engine(place, workers):
-    session = place.start("-n", workers, "-k", "launch or gate or stream or json or tool or teardown")
+    session = place.start("-n", workers, "-k", "launch or gate or stream or json or tool_call or teardown")
     session.wait_for("engine proven and ready")
     begun(session, "correctness.stream")
     pretend(place, 2, free_memory_gib=0.05, temperature_c=60)
     crossed = time.monotonic()
     session.wait_for("INFRA_RISK", seconds=30)
     assert time.monotonic() - crossed < 20
+    pretend(place, 2, **FINE)  # the engine gives its memory back
     assert session.end() == 1, session.text[-3000:]
     rows = {row["check"]: row for row in session.rows()}
     stream = rows["correctness.stream"]
@@ -99,7 +100,7 @@ def test_a_host_that_stays_too_hot_brakes_at_once_even_an_engine_to_keep(place, 
 def test_unreadable_brakes_never_and_is_null_with_the_reason(place):
     for number in (1, 2):
         (place.folder / f"readings-{number}.json").unlink()
-    session = place.run("-k", "launch or gate or json or tool or teardown")
+    session = place.run("-k", "launch or gate or json or tool_call or teardown")
     assert session.process.returncode == 0, session.text[-3000:]
     assert "host-2: free memory and temperature cannot be read, so nothing brakes on it" in session.text
     hosts = session.run_json()["profiles"]["production"]["hosts"]

@@ -207,7 +207,7 @@ def test_what_changed_is_told_from_published_packs(made: Made):  # noqa: F811
 
 
 def test_rows_of_single_questions_are_counted(made: Made, tmp_path):  # noqa: F811
-    rows = rows_of(made.production / "publish")
+    rows = [row for row in rows_of(made.production / "publish") if row["part"] is None]
     row = next(row for row in rows if row["check"] == "correctness.json")
     rows += [row | {"part": f"q{number}", "verdict": "PASS" if number else "FAIL"} for number in range(3)]
     assert tables.parts(rows).rows == (("production", "correctness.json", "3", "2 PASS, 1 FAIL"),)
