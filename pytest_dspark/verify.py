@@ -106,10 +106,11 @@ class Report:
         if self.problems:
             return f"NOT verified: {len(self.problems)} problems, the first: {self.problems[0]}"
         rows, leaves = self.counts.get("rows", 0), self.counts.get("files", 0)
+        pages = "PACK.md, the report and " if self.counts.get("pages") else ""
         by = f"signed by {', '.join(self.signers)}" if self.signers else "not signed by a key that was given"
         return (
             f"verified, {by}. Proven: {leaves} files unchanged, {rows} rows judged again with the same verdicts, every derived "
-            f"figure, the answer, PACK.md and the statement made again. Only claimed: {'; '.join(self.claimed)}"
+            f"figure, the answer, {pages}the statement made again. Only claimed: {'; '.join(self.claimed)}"
         )
 
 
@@ -187,7 +188,7 @@ def examine(folder: Path, *, allowed_signers: Path | None = None) -> Report:
         )
     except SHAPE as error:
         return Report((*problems, Problem("run.json", f"has not the shape of a run: {type(error).__name__}: {error}")))
-    counts = {"files": len(sums), "rows": len(found.rows)}
+    counts = {"files": len(sums), "rows": len(found.rows), "pages": int(_comparable(found))}
     claimed = (*unsigned, *claims(found))
     return Report(tuple(dict.fromkeys(problems)), claimed, signers, counts, answer.accepted, answer.publishable)
 
@@ -811,12 +812,11 @@ EXAMINERS: Final[Sequence[Examiner]] = (
 
 
 def _derived(found: Pack, sums: Mapping[str, str]) -> Iterator[Problem]:
-    """PACK.md and the statement, made again."""
+    """PACK.md, the report and the statement, made again. The pages of another version may be laid out otherwise: then they
+    are claimed, and who verifies makes pages of their own."""
     answer = pack.answer(found)
-    without = {name: value for name, value in sums.items() if name != PAGE}
-    if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode():
-        yield Problem(PAGE, "is not the page that the pack's files make")
-    yield from (Problem(REPORT, why) for why in report.problems(found))
+    if _comparable(found):
+        yield from _pages(found, answer, sums)
     why = statement.unproven(found)
     yield from _option2(found, answer, proven=not why)
     there = (found.path / STATEMENT).is_file()
@@ -830,6 +830,13 @@ def _derived(found: Pack, sums: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(STATEMENT, "is not the statement that the pack's files make")
 
 
+def _pages(found: Pack, answer: Outcome, sums: Mapping[str, str]) -> Iterator[Problem]:
+    without = {name: value for name, value in sums.items() if name != PAGE}
+    if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode():
+        yield Problem(PAGE, "is not the page that the pack's files make")
+    yield from (Problem(REPORT, why) for why in report.problems(found))
+
+
 def _option2(found: Pack, answer: Outcome, *, proven: bool) -> Iterator[Problem]:
     """The report of both profiles, where one run has both."""
     there = (found.path / OPTION2).is_file()
@@ -838,7 +845,7 @@ def _option2(found: Pack, answer: Outcome, *, proven: bool) -> Iterator[Problem]
             yield Problem(OPTION2, "is there, although the run has not proven both profiles")
         return
     parts = [option2.Part(mark, found, answer) for mark in option2.MARKS]
-    if not there or pack.raw(found.path / OPTION2) != option2.page(*parts).encode():
+    if not there or (_comparable(found) and pack.raw(found.path / OPTION2) != option2.page(*parts).encode()):
         yield Problem(OPTION2, "is not the page that the pack's files make")
 
 
@@ -849,6 +856,7 @@ def claims(found: Pack) -> Iterator[str]:
     yield "that no run was made under another evidence root, or taken out of the ledger with all that came after it written anew"
     if not _comparable(found):
         yield f"the suites and the code of pytest-dspark {found.versions['pytest_dspark']} commit {found.versions['commit']}, since others verify"
+        yield f"every sentence of {PAGE} and {REPORT}, which that code laid out (dspark report makes the report anew from the rows)"
     elif found.versions["changes"]:
         yield "the code of pytest-dspark, which was changed when it ran"
     yield "what changed since an earlier run, which is another pack, and the drawings of report.html, whose numbers are in its tables"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rehearsed import Place
 
-from pytest_dspark import publish
+from pytest_dspark import pack, publish, statement
 from pytest_dspark.evidence import sealed
 
 
@@ -84,6 +84,17 @@ def forge(folder: Path) -> None:
     for name in ("PACK.md", "SHA256SUMS", "statement.json"):
         (folder / name).unlink(missing_ok=True)
     publish.derive(folder)
+
+
+def sum_up(folder: Path) -> None:
+    """Checksums and statement made anew, the pages left as they are."""
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
+    (folder / "statement.json").unlink(missing_ok=True)
+    sums = publish.sums_of(folder)
+    (folder / "SHA256SUMS").write_text("".join(f"{value}  {name}\n" for name, value in sorted(sums.items())))
+    found = pack.load(folder)
+    told = statement.build(found, pack.answer(found), sums)
+    (folder / "statement.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:

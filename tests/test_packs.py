@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 import packed
 import pytest
-from packed import changed, copied, edit, forge, leaf, numbers, rows_of, write_rows
+from packed import changed, copied, edit, forge, leaf, numbers, rows_of, sum_up, write_rows
 from rehearsed import Place
 
 from pytest_dspark import cli, composition, ledger, option2, pack, packfile, rejudging, signing, tables, verify
@@ -208,6 +208,19 @@ def noticed(found, row, known):
         return list(verify.row_problems(found, row, known))
     except pack.SHAPE:
         return True
+
+
+def test_the_pages_of_another_version_are_claimed_and_its_rows_proven(copy, monkeypatch):
+    page = copy / "PACK.md"
+    page.write_text(page.read_text() + "\nlaid out otherwise\n")
+    sum_up(copy)
+    assert any(problem.file == "PACK.md" for problem in examine(copy).problems)
+    monkeypatch.setattr(verify.provenance, "commit", lambda: "0" * 40)
+    edit(copy / "versions.json", lambda data: data.update(commit="1" * 40))
+    sum_up(copy)
+    found = examine(copy)
+    assert not any(problem.file == "PACK.md" for problem in found.problems)
+    assert any("every sentence of PACK.md" in claim for claim in found.claimed)
 
 
 def test_a_verdict_that_was_turned_round_is_found_though_all_else_is_made_anew(copy):
