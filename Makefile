@@ -69,7 +69,8 @@ faults: $(BIN)/.installed-dev
 	$(LAB) up
 	$(LAB) emulated
 	$(LAB) overlay
-	$(BIN)/python -m pytest lab/test_matrix.py -n 2 --dist loadgroup -p no:cacheprovider -k "(rehearsal or emulated) and ($(or $(FAULTS),e))"
+	$(BIN)/python -m pytest lab/test_matrix.py -n 2 -p no:cacheprovider -k "rehearsal and ($(or $(FAULTS),e))"
+	$(BIN)/python -m pytest lab/test_matrix.py -p no:cacheprovider -k "emulated and ($(or $(FAULTS),e))"
 	$(LAB) on gb-head $(CURDIR)/$(BIN)/python -m pytest lab/test_faults.py -k "image or label or dirty or knob"
 
 lab-full: $(BIN)/.installed-dev

@@ -12,14 +12,8 @@ from pathlib import Path
 import matrix
 import pytest
 
-
-def _alone(where: str, row: matrix.Row) -> pytest.MarkDecorator:
-    """With xdist the lab's rows run one after another, and beside them those that need no lab."""
-    return pytest.mark.xdist_group("lab" if where != "rehearsal" else row.name)
-
-
 CASES = [
-    pytest.param(row, where, id=f"{where}-{row.name}", marks=_alone(where, row))
+    pytest.param(row, where, id=f"{where}-{row.name}")
     for where in matrix.PLACES
     for row in matrix.rows()
     if where in row.where
