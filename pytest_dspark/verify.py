@@ -42,7 +42,10 @@ CLAIMED: Final = (
         r"(needles|decoys)\.(offset|tokens)",
         "the exact place of a needle beside the share of the prompt that was asked for",
     ),
-    (r"calibration\.(server_lateness_s\.p99|stamp_error_s\.max)", "the extremes of the client's calibration"),
+    (
+        r"calibration\.(server_lateness_s\.p99|stamp_error_s\.max|row_gap_s)",
+        "the extremes of the client's calibration and the gap it was made for",
+    ),
     (r"(canary\.(before|after)|steps)\.(events|tokens)", "events and tokens of a canary step"),
     (r"warm_up\.(rates|seconds)", "how a row was warmed up"),
     (r"repeats\.server\.preemptions\.value", "preemptions that the server counted"),

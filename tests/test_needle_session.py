@@ -89,7 +89,7 @@ def test_a_dead_rank_is_named_and_not_the_model(tmp_path):
     """The last cell takes three quarters of a minute here; the worker dies long before."""
     place, profile = small(tmp_path, window=157_432)
     slow = {"REHEARSAL_TIME": "0.001", "REHEARSAL_SPEED": "300"}
-    place.env = (slow, slow | {"REHEARSAL_FAULT": "die_after_s=15"})
+    place.env = (slow, slow | {"REHEARSAL_FAULT": "die_after_s=25"})
     session = run(place, profile, "-k", "launch or 90pct or teardown")
     row = needles(session)["needle.90pct"]
     assert session.process.returncode == 1 and (row["verdict"], row["code"]) == ("ERROR", "RANK_EXITED"), row
