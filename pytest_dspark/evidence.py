@@ -51,6 +51,17 @@ class RunFolder:
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
+    def keep_spare(self) -> None:
+        """Take the room for the end of the run now. Raises USAGE if there is none."""
+        try:
+            write_whole(self.path / "spare", "\0" * SPARE_BYTES)
+        except OSError as error:
+            raise ConfigError("USAGE", f"{self.path}: {error}") from error
+
+    def give_spare(self) -> None:
+        """The end has come: its room is free."""
+        (self.path / "spare").unlink(missing_ok=True)
+
     def write(self, name: str, data: Mapping[str, Any]) -> Path:
         """Write a JSON file whole or not at all; `name` may lie in a profile's folder."""
         (self.path / name).parent.mkdir(mode=0o700, exist_ok=True)
@@ -219,6 +230,10 @@ def work_tree(path: Path) -> Path | None:
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), None)
 
 
+SPARE_BYTES = 1 << 18
+"""Room that a run keeps for its own end: the JUnit report and run.json are written on a disk that has become full, too."""
+
+
 def new_run(
     root: Path,
     *,
@@ -242,6 +257,7 @@ def new_run(
         raise ConfigError("USAGE", f"--dspark-out {root}: {error}") from error
     run = RunFolder(path, run_id, secrets_known)
     run.write("run.json", {"schema": 1, "run": run_id, "status": "incomplete", "started": utc_now(), **(about or {})})
+    run.keep_spare()
     return run
 
 

@@ -66,6 +66,7 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Stop or keep the engine while pytest still reports."""
+        self._state.run.give_spare()
         self._state.close(interrupted=self._state.interrupted)
         session.config.add_cleanup(self._last_line)
 
