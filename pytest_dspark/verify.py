@@ -343,11 +343,11 @@ class _Known:
     def _families(self) -> dict[tuple[str, str], tuple[Mapping[str, Any] | None, list[Mapping[str, Any]]]]:
         if not self.families:
             for row in self.pack.rows:
-                whole, parts = self.families.get(_case_of(row), (None, []))
+                _, parts = self.families.setdefault(_case_of(row), (None, []))
                 if row.get("part") is None:
                     self.families[_case_of(row)] = row, parts
                 else:
-                    self.families[_case_of(row)] = whole, [*parts, row]
+                    parts.append(row)
         return self.families
 
     def lane(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
