@@ -13,11 +13,10 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from mutations import changed, exempt, leaves, name_of, say, verdict_of, with_leaf
+from mutations import changed, exempt, launched, leaves, name_of, say, verdict_of, with_leaf
 from test_faults import ROOT, assert_both_empty
 
 from pytest_dspark import gate, launch, setup
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.evidence import new_run
 from pytest_dspark.hosts import open_host
@@ -42,11 +41,7 @@ def engine(tmp_path_factory):
     site = launch.Site(made, hosts, new_run(out), print, lambda: False)
     started = {}
     try:
-        running = launch.start(site, started=started)
-        endpoint = Endpoint(made.base_url, made.served_model)
-        launch.await_ready(site, running, endpoint, limit_s=made.recipe.launch.ready_s)
-        api = gate.ask_api(endpoint, made.recipe.canaries)
-        ranks = [launch.whole(site, rank) for rank in launch.read_ranks(site, running)]
+        ranks, api = launched(site, started)
     finally:
         launch.stop(site, started, run_id=site.run.run_id)
     yield SimpleNamespace(made=made, site=site, ranks=ranks, api=api)

@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from pytest_dspark import gate
+from pytest_dspark import gate, launch
+from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import DsparkError
 
 EXEMPT = {
@@ -77,6 +78,19 @@ def with_leaf(whole, path, value):
 
 def exempt(name, also=()):
     return next((pattern for pattern in (*EXEMPT, *also) if re.fullmatch(pattern, name)), None)
+
+
+# --- the engine that is as it should be
+
+
+def launched(site, started):
+    """Launch it and wait for it; gives its ranks, wholly read, and what its API says. `started` is for who stops it."""
+    running = launch.start(site, started=started)
+    made = site.plan
+    endpoint = Endpoint(made.base_url, made.served_model)
+    launch.await_ready(site, running, endpoint, limit_s=made.recipe.launch.ready_s)
+    api = gate.ask_api(endpoint, made.recipe.canaries)
+    return [launch.whole(site, rank) for rank in launch.read_ranks(site, running)], api
 
 
 # --- what becomes of one change

@@ -14,12 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import test_gate
-from mutations import EXEMPT, leaves, name_of, say, tried, verdict_of
+from mutations import EXEMPT, launched, leaves, name_of, say, tried, verdict_of
 from rehearsed import ROOT, Place
 
 from pytest_dspark import gate, launch, setup
 from pytest_dspark.comparison import hold
-from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import new_run
 from pytest_dspark.hosts import open_host
@@ -58,11 +57,7 @@ def emulated(tmp_path_factory):
     site = launch.Site(made, hosts, new_run(place.out), print, lambda: False)
     started = {}
     try:
-        engine = launch.start(site, started=started)
-        endpoint = Endpoint(made.base_url, made.served_model)
-        launch.await_ready(site, engine, endpoint, limit_s=made.recipe.launch.ready_s)
-        api = gate.ask_api(endpoint, made.recipe.canaries)
-        ranks = [launch.whole(site, rank) for rank in launch.read_ranks(site, engine)]
+        ranks, api = launched(site, started)
         yield SimpleNamespace(made=made, ranks=ranks, api=api, place=place)
     finally:
         launch.stop(site, started, run_id=site.run.run_id)
