@@ -119,7 +119,7 @@ def _pack(folder: Path, count: int, megabytes: int) -> Path:
         raise SystemExit(f"the rehearsal left no pack:\n{done.stdout[-2000:]}")
     _more_rows(found[0], count)
     _more_log(found[0], megabytes)
-    publish._derive(found[0])
+    publish.derive(found[0])
     return found[0]
 
 
