@@ -211,8 +211,8 @@ def test_a_login_shell_that_runs_nothing(tmp_path: Path, sshd: Callable[..., int
 def test_a_broken_connection_is_made_again(server: Server) -> None:
     ssh = server.connect()
     assert ssh.run(["true"]).code == 0
-    assert ssh._transport
-    ssh._transport.close()
+    (transport,) = ssh._transports
+    transport.close()
     assert ssh.run(["true"]).code == 0
     ssh.close()
 
@@ -566,6 +566,30 @@ def test_twelve_at_once_stay_below_the_sessions_of_sshd(server: Server) -> None:
     assert log.count("Accepted publickey") == 1
     assert "no more sessions" not in log
     host.close()
+
+
+@needs_sshd
+def test_where_sshd_grants_one_session_a_connection_more_connections_are_opened(
+    tmp_path: Path, sshd: Callable[..., int]
+) -> None:
+    server = make_server(tmp_path, sshd, "MaxSessions=1")
+    ssh = server.connect()
+    held = [ssh.open(["sleep", "60"])[0] for _ in range(3)]
+    assert ssh.run(["echo", "hello"]).stdout == b"hello\n"
+    assert (tmp_path / "sshd.log").read_text().count("Accepted publickey") == 4
+    for channel in held:
+        channel.close()
+    ssh.close()
+
+
+@needs_sshd
+def test_a_server_that_grants_no_session_is_named_with_its_setting(tmp_path: Path, sshd: Callable[..., int]) -> None:
+    server = make_server(tmp_path, sshd, "MaxSessions=0")
+    ssh = server.connect()
+    code, message = refused(lambda: ssh.run(["true"]))
+    assert code == "HOST_UNREACHABLE"
+    assert "see its MaxSessions" in message
+    ssh.close()
 
 
 @needs_sshd

@@ -1,4 +1,5 @@
-"""One ssh connection a host: commands and Docker's API run through channels of it. No prompt, no new host key, no proxy."""
+"""One ssh connection a host: commands and Docker's API run through channels of it, and through one more where sshd grants
+too few. No prompt, no new host key, no proxy."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ KEEPALIVE_S = 15
 EXIT_S = 1.0
 MAX_KEYS = 5
 MAX_COMMANDS = 4
+MAX_CONNECTIONS = 8
 MAX_OUTPUT = 10 * 1024 * 1024
 MAX_NOISE = 256 * 1024
 DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -47,14 +49,15 @@ class Places:
 
 class SshConnection:
     """The connection to one host, opened at first use and again after it broke. Four commands at most
-    at a time, and transport.MAX_LINKS to Docker: eight channels of the ten that sshd allows."""
+    at a time, and transport.MAX_LINKS to Docker: eight channels of the ten that sshd allows. Where its MaxSessions is less,
+    a further connection is opened for each channel that was refused."""
 
     def __init__(self, name: str, url: str, *, places: Places | None = None) -> None:
         self.name = name
         self._places = places or Places()
         self.target = ssh_config.resolve(name, ssh_config.parse_address(name, url), self._places.configs)
         self._lock, self._commands = threading.Lock(), threading.BoundedSemaphore(MAX_COMMANDS)
-        self._transport: paramiko.Transport | None = None
+        self._transports: list[paramiko.Transport] = []
         self._closed = False
 
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
@@ -96,22 +99,25 @@ class SshConnection:
             return ChannelSocket(self.name, *self.open(["docker", "system", "dial-stdio"]))
 
     def _session(self) -> paramiko.Channel:
-        transport = self._connected()
-        try:
-            return transport.open_session(timeout=CONNECT_S)
-        except paramiko.ChannelException as error:
-            raise HostError(
-                "HOST_UNREACHABLE", f"{self.name}: sshd refused one more session ({error}); see its MaxSessions"
-            ) from error
+        """A channel of the first connection whose sshd grants one more."""
+        for place in range(MAX_CONNECTIONS):
+            try:
+                return self._connected(place).open_session(timeout=CONNECT_S)
+            except paramiko.ChannelException as error:
+                refused = error
+        what = (
+            f"sshd refused one more session on each of {MAX_CONNECTIONS} connections ({refused}); see its MaxSessions"
+        )
+        raise HostError("HOST_UNREACHABLE", f"{self.name}: {what}") from refused
 
-    def _connected(self) -> paramiko.Transport:
+    def _connected(self, place: int) -> paramiko.Transport:
         with self._lock:
             if self._closed:
                 raise HostError("HOST_UNREACHABLE", f"{self.name}: the connection was closed by this program")
-            if self._transport is None or not self._transport.is_active():
+            if place == len(self._transports) or not self._transports[place].is_active():
                 with self._translated():
-                    self._transport = connect(self.name, self.target, self._places)
-            return self._transport
+                    self._transports[place : place + 1] = [connect(self.name, self.target, self._places)]
+            return self._transports[place]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -128,8 +134,8 @@ class SshConnection:
         """End the connection with every channel; whoever reads from one sees its end."""
         with self._lock:
             self._closed = True
-            if self._transport is not None:
-                self._transport.close()
+            for transport in self._transports:
+                transport.close()
 
 
 # --- connecting
