@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One part of the GPU runs, each with its own time bound; what it leaves goes to $OUT/PART.tar.gz whatever happens.
-# usage: run.sh setup | production | long1m | compare | faults-worker | faults-parent | compiled
+# usage: run.sh setup | production | speculation | long1m | compare | faults-worker | faults-parent | compiled
 # VL=folder that holds c1 … c5, SITE=where vLLM is installed, DSPARK_GPU=folder of the runs; see README.md.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$(dirname "$here")"); cd "$root" || exit
@@ -46,6 +46,9 @@ setup)
 production)
   run 430 "${pytest[@]}" -p pytest_dspark.plugin suites -m production --dspark-cluster "$DSPARK_GPU/cluster.toml" \
     --dspark-out "$DSPARK_GPU/evidence/production" ;;
+speculation)
+  run 430 "${pytest[@]}" -p pytest_dspark.plugin suites -m production --dspark-profile gpu-smollm2-ngram \
+    --dspark-cluster "$DSPARK_GPU/cluster.toml" --dspark-out "$DSPARK_GPU/evidence/speculation" ;;
 long1m)
   run 330 "${pytest[@]}" -p pytest_dspark.plugin suites -m long1m --dspark-cluster "$DSPARK_GPU/cluster.toml" \
     --dspark-out "$DSPARK_GPU/evidence/long1m" ;;
