@@ -202,12 +202,14 @@ def _group(profile: str, graphs: str, method: str) -> str:
 
 
 def graphs_of(rows: Iterable[Row]) -> dict[str, str]:
-    """The kind of CUDA graphs of each profile (`regular`, `breakable`), as asked on the command line that was found."""
+    """The kind of CUDA graphs of each profile (`regular`, `breakable`; of stock vLLM the mode), as asked on the command line
+    that was found."""
     found: dict[str, str] = {}
     for row in of_tests(rows):
         if row["check"] == "gate.compilation" and row["finding"]:
             for one in row["finding"]["comparisons"]:
-                kind = one["found"].get("cudagraph_implementation") if isinstance(one["found"], Mapping) else None
+                asked = one["found"] if isinstance(one["found"], Mapping) else {}
+                kind = asked.get("cudagraph_implementation") or asked.get("cudagraph_mode")
                 if kind:
                     found.setdefault(row["profile"], str(kind))
     return found

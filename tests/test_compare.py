@@ -215,7 +215,7 @@ def test_breakable_against_regular_is_refused(lab):
 
 def test_another_profile_is_refused(lab):
     other = dataclasses.replace(lab, profiles={"breakable_ab": lab.profiles["production"]})
-    assert "no profile in common: A is of production (unknown graphs), B of breakable_ab" in says(lab, other).sentence
+    assert "no profile in common: A is of production (NONE graphs), B of breakable_ab" in says(lab, other).sentence
 
 
 @pytest.mark.parametrize(

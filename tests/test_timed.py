@@ -240,20 +240,29 @@ def test_goodput_counts_the_wait_and_the_time_per_token():
     assert good["per_s"] == pytest.approx(1 / 2.2)
 
 
-def test_speculation_keeps_length_and_steps_apart():
-    def one(drafts, accepted, seconds, reason=""):
-        told = {"drafts": drafts, "accepted_tokens": accepted, "decode_s": seconds}
-        return {"server": {key: {"value": value, "reason": reason or None} for key, value in told.items()}}
+def drafted(drafts, accepted, seconds, tokens=0, requests=0, reason=None):
+    told = {"drafts": drafts, "accepted_tokens": accepted, "decode_s": seconds}
+    figures = {key: {"value": value, "reason": reason} for key, value in told.items()}
+    both = {"requests": requests, "generation_tokens": tokens}
+    return {"server": figures | {key: {"server": {"value": value}, "ours": value} for key, value in both.items()}}
 
-    told = speculation([one(100, 300, 5.0), one(100, 340, 5.0)])
-    assert told["accepted_length"] == pytest.approx(4.2)
+
+def test_speculation_keeps_length_and_steps_apart():
+    """A drafting model: each step drafts, so the accepted length is the tokens a step."""
+    told = speculation([drafted(100, 300, 5.0, 401, 1), drafted(100, 340, 5.0, 441, 1)])
+    assert told["accepted_length"] == told["tokens_per_step"] == pytest.approx(4.2)
     assert told["steps_per_s"] == pytest.approx(20.0)
-    assert speculation([one(None, None, 5.0, "the server has no drafts")])["reason"] == "the server has no drafts"
-    assert speculation([one(0, 0, 5.0)]) == {
-        "accepted_length": None,
-        "steps_per_s": None,
-        "reason": "nothing was drafted",
-    }
+    nothing = {"accepted_length": None, "tokens_per_step": None, "steps_per_s": None}
+    assert speculation([drafted(None, None, 5.0, reason="no drafts")]) == {**nothing, "reason": "no drafts"}
+    assert speculation([drafted(0, 0, 5.0)]) == {**nothing, "reason": "nothing was drafted"}
+
+
+def test_steps_without_a_draft_are_steps():
+    """N-gram drafts, as real vLLM 0.26 counted them: 18 of the 48 steps drafted, and 49 events came."""
+    told = speculation([drafted(18, 79, 1.09900197, 128, 1)])
+    assert told["accepted_length"] == pytest.approx(5.39, abs=0.01)
+    assert told["tokens_per_step"] == pytest.approx(127 / 48)
+    assert told["steps_per_s"] * told["tokens_per_step"] == pytest.approx(115.55939249135102)
 
 
 def test_the_canary_lane(endpoint):

@@ -27,6 +27,7 @@ from pytest_dspark.verdict import PASS, Finding, Status, Verdict
 if TYPE_CHECKING:
     from pytest_dspark.endpoint import Endpoint, Progress
 
+CANARY = "canary"
 STABLE = 0.10
 MOST_WARM_UPS = 5
 LEAST_REPEATS = 3
@@ -124,10 +125,11 @@ def _calibrated(one: Mapping[str, Any], endpoint: Endpoint, watch: Watch) -> dic
 def canary_step(endpoint: Endpoint, settings: Mapping[str, Any]) -> dict[str, Any]:
     """One short stream alone: the engine's step time in seconds (mean gap between events), to be the same later.
 
-    The mean: a busy server may send several events in one packet, and then most gaps are nothing and one is long.
+    The mean: a busy server may send several events in one packet, and then most gaps are nothing and one is long. Always the
+    same prompt: with speculation a step's time depends on the text, and the prompt may be cached, since only steps are timed.
     """
     shape = Shape(settings["canary_tokens"], deadline_s=settings["deadline_s"])
-    one = volley(endpoint, shape, (0.0,), nonce)
+    one = volley(endpoint, shape, (0.0,), lambda: CANARY)
     stream = one["samples"][0]
     return {
         "step_s": stream["mean_gap_s"],
@@ -220,21 +222,32 @@ def _sides(volleys: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def speculation(volleys: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Accepted length (tokens a step: 1 + accepted / drafts) and steps/s of one stream (drafts / decode time), kept apart.
+    """Accepted length (tokens a step that drafted: 1 + accepted / drafts), tokens a step, and steps/s of one stream, kept apart.
 
-    Their product is the decode rate; a faster engine and a luckier draft are different things.
+    A step gives one token and what it accepts, and the first token comes from the prefill: tokens - requests - accepted is the
+    number of steps, also where a step need not draft (n-gram). Tokens a step times steps/s is the decode rate of the server;
+    a faster engine and a luckier draft are different things.
     """
-    keys = ("drafts", "accepted_tokens", "decode_s")
-    told = [[one["server"][key]["value"] for one in volleys] for key in keys]
+    keys = ("drafts", "accepted_tokens", "decode_s", "requests", "generation_tokens")
+    told = [[_server(one, key) for one in volleys] for key in keys]
     if any(value is None for values in told for value in values) or not sum(told[0]):
         reason = next((one["server"]["drafts"]["reason"] for one in volleys if one["server"]["drafts"]["reason"]), None)
-        return {"accepted_length": None, "steps_per_s": None, "reason": reason or "nothing was drafted"}
-    drafts, accepted, seconds = (sum(values) for values in told)
+        nothing = dict.fromkeys(("accepted_length", "tokens_per_step", "steps_per_s"))
+        return {**nothing, "reason": reason or "nothing was drafted"}
+    drafts, accepted, seconds, requests, tokens = (sum(values) for values in told)
+    steps = tokens - requests - accepted
     return {
         "accepted_length": 1 + accepted / drafts,
-        "steps_per_s": drafts / seconds if seconds > 0 else None,
+        "tokens_per_step": (tokens - requests) / steps if steps > 0 else None,
+        "steps_per_s": steps / seconds if seconds > 0 else None,
         "reason": None,
     }
+
+
+def _server(one: Mapping[str, Any], key: str) -> Any:
+    """The server's own count, or None; some are kept beside ours."""
+    figure = one["server"][key]
+    return figure.get("server", figure)["value"]
 
 
 def goodput(volleys: Sequence[Mapping[str, Any]], slo: Mapping[str, float]) -> dict[str, Any]:
