@@ -90,7 +90,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a verification found. `claimed` is what the pack says and nothing in it shows."""
+    """What a verification found. `claimed` is what the pack says and nothing in it shows; `maker` is who made it, if others
+    verify it: a figure that they derive otherwise is a problem too."""
 
     problems: tuple[Problem, ...]
     claimed: tuple[str, ...] = ()
@@ -98,6 +99,7 @@ class Report:
     counts: Mapping[str, int] = field(default_factory=dict)
     accepted: bool | None = None
     publishable: bool = False
+    maker: str = ""
 
     @property
     def verified(self) -> bool:
@@ -107,7 +109,8 @@ class Report:
     def line(self) -> str:
         """What is proven and what is only claimed, in one line."""
         if self.problems:
-            return f"NOT verified: {len(self.problems)} problems, the first: {self.problems[0]}"
+            other = f"; {self.maker} made it, so verify it with that code too" if self.maker else ""
+            return f"NOT verified: {len(self.problems)} problems, the first: {self.problems[0]}{other}"
         rows, leaves = self.counts.get("rows", 0), self.counts.get("files", 0)
         pages = "PACK.md, the report and " if self.counts.get("pages") else ""
         by = f"signed by {', '.join(self.signers)}" if self.signers else "not signed by a key that was given"
@@ -193,7 +196,8 @@ def examine(folder: Path, *, allowed_signers: Path | None = None, pages: bool = 
         return Report((*problems, Problem("run.json", f"has not the shape of a run: {type(error).__name__}: {error}")))
     counts = {"files": len(sums), "rows": len(found.rows), "pages": int(_comparable(found))}
     claimed = (*unsigned, *claims(found))
-    return Report(tuple(dict.fromkeys(problems)), claimed, signers, counts, answer.accepted, answer.publishable)
+    maker = "" if _comparable(found) else _maker(found)
+    return Report(tuple(dict.fromkeys(problems)), claimed, signers, counts, answer.accepted, answer.publishable, maker)
 
 
 def contents(found: Pack) -> list[Problem]:
@@ -764,6 +768,11 @@ def _comparable(found: Pack) -> bool:
     return found.versions["pytest_dspark"] == provenance.version() and not (mine and theirs and mine != theirs)
 
 
+def _maker(found: Pack) -> str:
+    version, commit = found.versions["pytest_dspark"] or "of no version", found.versions["commit"]
+    return f"{provenance.DISTRIBUTION} {version}, commit {commit or 'unknown'}"
+
+
 def _like_ours(found: Pack) -> Iterator[Problem]:
     mine = provenance.own_suites()
     for name, digest in found.versions["suites"].items():
@@ -858,7 +867,7 @@ def claims(found: Pack) -> Iterator[str]:
     yield f"numbers that stand alone ({', '.join(what for _, what in CLAIMED)})"
     yield "that no run was made under another evidence root, or taken out of the ledger with all that came after it written anew"
     if not _comparable(found):
-        yield f"the suites and the code of pytest-dspark {found.versions['pytest_dspark']} commit {found.versions['commit']}, since others verify"
+        yield f"the suites and the code of {_maker(found)}, since others verify"
         yield f"every sentence of {PAGE} and {REPORT}, which that code laid out (dspark report makes the report anew from the rows)"
     elif found.versions["changes"]:
         yield "the code of pytest-dspark, which was changed when it ran"

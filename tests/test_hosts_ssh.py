@@ -26,7 +26,7 @@ from pytest_dspark.hosts.ssh_config import Target, parse_address, resolve
 paramiko = pytest.importorskip("paramiko")
 
 from pytest_dspark.hosts.docker import DockerHost, RemoteConnection  # noqa: E402
-from pytest_dspark.hosts.ssh import Places, SshConnection  # noqa: E402
+from pytest_dspark.hosts.ssh import Places, SshConnection, _missing  # noqa: E402
 
 SSHD = Path("/usr/sbin/sshd")
 needs_sshd = pytest.mark.skipif(
@@ -196,6 +196,15 @@ def test_noise_of_start_up_files_is_not_output(tmp_path: Path, sshd: Callable[..
     done = ssh.run(["sh", "-c", "echo out; echo err >&2"])
     assert (done.stdout, done.stderr) == (b"out\n", b"err\n")
     ssh.close()
+
+
+@pytest.mark.parametrize("noise", [b"", b"a", b"aa", b"aaa", b"motd\n", b"aab", b"aabaa", b"ab\naab"])
+def test_noise_is_read_up_to_the_mark_and_no_byte_further(noise: bytes) -> None:
+    end, sent = b"aab\n", noise + b"aab\n" + b"output"
+    got = bytearray()
+    while more := _missing(got, end):
+        got += sent[len(got) : len(got) + more]
+    assert bytes(got) == sent[: sent.index(end) + len(end)]
 
 
 @needs_sshd

@@ -221,6 +221,12 @@ def test_the_pages_of_another_version_are_claimed_and_its_rows_proven(copy, monk
     found = examine(copy)
     assert not any(problem.file == "PACK.md" for problem in found.problems)
     assert any("every sentence of PACK.md" in claim for claim in found.claimed)
+    assert "made it" not in found.line
+    rows = rows_of(copy)
+    next(row for row in rows if row["check"] == "correctness.json")["verdict"] = "FAIL"
+    write_rows(copy, rows)
+    sum_up(copy)
+    assert f"commit {'1' * 40} made it, so verify it with that code too" in examine(copy).line
 
 
 def test_a_verdict_that_was_turned_round_is_found_though_all_else_is_made_anew(copy):

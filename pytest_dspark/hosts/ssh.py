@@ -80,18 +80,18 @@ class SshConnection:
         channel = self._session()
         channel.settimeout(CONNECT_S)
         channel.exec_command(shlex.join(["sh", "-c", MARKED, "sh", mark, *argv]))
-        noise = b""
-        while not noise.endswith(f"{mark}\n".encode()):
-            more = channel.recv(1 if noise else len(mark) + 1) if len(noise) < MAX_NOISE else b""
+        noise, end = bytearray(), f"{mark}\n".encode()
+        while missing := _missing(noise, end):
+            more = channel.recv(missing) if len(noise) < MAX_NOISE else b""
             if not more:
                 stderr = channel.makefile_stderr("rb").read() if channel.eof_received else b""
                 channel.close()
-                said = (noise + b" " + stderr).decode("utf-8", "replace").strip()[-300:]
+                said = (bytes(noise) + b" " + stderr).decode("utf-8", "replace").strip()[-300:]
                 raise HostError(
                     "HOST_UNREACHABLE", f"{self.name}: the login shell did not run the command, it said: {said}"
                 )
             noise += more
-        return channel, f"{mark}\n".encode()
+        return channel, end
 
     def dial_docker(self) -> ChannelSocket:
         """A link to the host's Docker engine. Raises HOST_UNREACHABLE; that docker is missing shows at the first request."""
@@ -136,6 +136,11 @@ class SshConnection:
             self._closed = True
             for transport in self._transports:
                 transport.close()
+
+
+def _missing(noise: bytearray, end: bytes) -> int:
+    """The least number of bytes after which `noise` can end with `end`: never more is read than that."""
+    return next(len(end) - had for had in range(len(end), -1, -1) if noise.endswith(end[:had]))
 
 
 # --- connecting
