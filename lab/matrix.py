@@ -61,6 +61,7 @@ class Row:
     worker: str = "10.77.0.2"
     port: int = 22
     full_disk: bool = False
+    gpu: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -145,6 +146,15 @@ class Place:
         if overlay.exists():
             shutil.copy(overlay, self.folder / "recipe" / "matrix.overlay.toml")
         self.cluster.write_text(self._cluster(), encoding="utf-8")
+        if self.row.gpu:
+            self._gpu(self.folder / "bin" / "nvidia-smi")
+
+    def _gpu(self, path: Path) -> None:
+        """A driver's tool that answers what one asks of power and utilisation, and nothing else."""
+        path.parent.mkdir()
+        path.write_text(f'#!/bin/sh\ncase "$*" in *power.draw*) echo "{self.row.gpu}";; *) exit 9;; esac\n')
+        path.chmod(0o755)
+        self.environ["PATH"] = f"{path.parent}:{os.environ['PATH']}"
 
     def _recipe(self, base: str) -> str:
         lines = [f'extends = "{base}"', 'name = "matrix"', "[checks.correctness]"]
@@ -700,12 +710,13 @@ verdict needs two signs that do not follow from each other (`pytest_dspark/signs
 | FABRIC_LOST | an interface has no carrier, or a fabric address answers no ping although its host can be reached otherwise | the other host cannot be reached by that cable either, or requests run and no counter moves, or the other interface says it too |
 | HOST_UNREACHABLE | a host does not answer at its Docker address | another rank ended, the API is silent, or requests run and no counter moves |
 | API_DOWN | the API does not answer | nobody listens on its port, and its rank runs |
-| ENGINE_WEDGED | requests run and no counter moves | a rank has used no processor at all in that time |
+| ENGINE_WEDGED | requests run and no counter moves | a rank has used no processor at all in that time, or the GPUs of all ranks say that they are busy at a power at which they compute nothing (`spin_w` of the recipe) |
 
 If ssh and the fabric share one cable, a cable that was pulled and a host that lost its power differ by the carrier of the interface at
 this end alone: without a carrier it is FABRIC_LOST, which says so. A host that only cannot be watched (its Docker daemon or sshd is
 gone while its rank serves on) is said once and ends nothing; what cannot be stopped in the end is LEFT_BEHIND, with host, id and
-the command to type. A prefill whose counters stand still for hours is left alone as long as its ranks use their processors.
+the command to type. A prefill whose counters stand still for hours is left alone as long as its ranks use their processors and,
+where a recipe states `spin_w`, the GPUs of one of them draw the power of work or say that nothing runs on them (a kernel that is being compiled).
 
 """
 

@@ -1,4 +1,4 @@
-"""The memory of the hosts' GPUs before the launch and after the stop: what a rank took must be back.
+"""The memory of the hosts' GPUs before the launch and after the stop: what a rank took must be back. And whether they work.
 
 Read with `nvidia-smi` on the host itself. Where it is missing, or does not tell (a GPU that shares the machine's memory
 reports none of its own), memory is not observable, and the reason is kept: it is never taken for returned.
@@ -6,6 +6,7 @@ reports none of its own), memory is not observable, and the reason is kept: it i
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,20 @@ from pytest_dspark.errors import DsparkError
 
 # A wedged driver hangs nvidia-smi: it is ended on the host itself, since a given-up ssh command would go on there.
 QUERY = ("timeout", "-k", "1", "15", "nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
+DRAW = (
+    "timeout",
+    "-k",
+    "1",
+    "4",
+    "nvidia-smi",
+    "--query-gpu=power.draw,utilization.gpu",
+    "--format=csv,noheader,nounits",
+)
+BUSY = 90.0
+"""Percent from which a GPU says that it is busy: one that waits in a collective says 96 and more."""
 SETTLE_S = 10.0
 LOOK_S = 0.5
+_NUMBER = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 MOST_MIB = 256
 """More than this above the reading before the launch is memory that was not given back."""
 
@@ -33,6 +46,33 @@ class Gpus:
         return {"used_mib": dict(self.used_mib), "reason": self.reason or None}
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one GPU draws in watts, and the percent of the time in which something ran on it."""
+
+    watts: float
+    busy: float
+
+
+def read_draws(host: Host, entry: HostEntry) -> tuple[Draw, ...]:
+    """Of each GPU of the rank, or nothing if one of them does not tell. Raises HOST_UNREACHABLE."""
+    done = host.read(_of(DRAW, entry), timeout=6.0)
+    lines = [line.partition(",") for line in done.text.splitlines() if line.strip()] if done.code == 0 else []
+    if not all(_NUMBER.fullmatch(word.strip()) for watts, _, busy in lines for word in (watts, busy)):
+        return ()
+    return tuple(Draw(float(watts), float(busy)) for watts, _, busy in lines)
+
+
+def spinning(draws: Sequence[Draw], spin_w: float) -> bool:
+    """Whether every GPU says that it is busy, at a power at which it computes nothing."""
+    return bool(draws) and all(one.busy >= BUSY and one.watts <= spin_w for one in draws)
+
+
+def _of(query: Sequence[str], entry: HostEntry) -> list[str]:
+    chosen = visible(entry)
+    return [*query, *(("-i", ",".join(chosen)) if chosen else ())]
+
+
 def visible(entry: HostEntry) -> tuple[str, ...]:
     """The GPUs that the rank of this host is given by CUDA_VISIBLE_DEVICES; none named means all of them."""
     words = [word.strip() for word in dict(entry.env).get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -41,9 +81,8 @@ def visible(entry: HostEntry) -> tuple[str, ...]:
 
 def read_gpus(host: Host, entry: HostEntry) -> Gpus:
     """What the host's GPUs hold now. Never raises: what went wrong is the reason."""
-    chosen = visible(entry)
     try:
-        done = host.read([*QUERY, *(("-i", ",".join(chosen)) if chosen else ())], timeout=20.0)
+        done = host.read(_of(QUERY, entry), timeout=20.0)
     except DsparkError as error:
         return Gpus({}, str(error))
     if done.code:

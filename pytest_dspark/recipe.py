@@ -166,11 +166,14 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """Seconds after which a silence is a sign that the engine is lost: of a host or the fabric, of the API, and of counters
-    that stand still although requests run. A verdict needs a second sign (signs.py)."""
+    that stand still although requests run. A verdict needs a second sign (signs.py). `spin_w`: GPUs that say they are busy and
+    draw no more watts than this wait for each other and compute nothing; 0 is not looked at.
+    """
 
     gone_s: float = 8.0
     api_s: float = 5.0
     wedge_s: float = 120.0
+    spin_w: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,8 +604,10 @@ def _like(value: Any, default: Any) -> bool:
 
 def _watch(table: Mapping[str, Any], where: str) -> Watch:
     for key, value in table.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.5 <= value <= 3600:
-            raise ConfigError("RECIPE_INVALID", f"{where}: {key} must be seconds from 0.5 to 3600, found {value!r}")
+        unit, least, most = ("watts", 0.0, 2000.0) if key == "spin_w" else ("seconds", 0.5, 3600.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+            what = f"{key} must be {unit} from {least:g} to {most:g}, found {value!r}"
+            raise ConfigError("RECIPE_INVALID", f"{where}: {what}")
     return _build(Watch, table, where)
 
 

@@ -26,7 +26,8 @@ class RankSigns:
     `silent_s` since the host last answered; `link_s` since its fabric interface lost its carrier, `link` names that;
     `peer_s` since the other ranks' fabric addresses last answered it, `peer` names one; `down_s` since the rank was seen
     ended; `seen_s` since its state was last read. `restarted` says how it was. `death` is the first line of its log by which
-    the engine says that it died, `hang` one by which it says that it stands still. `idle_s` since its processors last worked.
+    the engine says that it died, `hang` one by which it says that it stands still. `idle_s` since its processors last worked; `spin_s` since
+    its GPUs last drew the power of work while they say that they are busy, `spin` says how much they draw.
     """
 
     rank: int
@@ -44,6 +45,8 @@ class RankSigns:
     death: str = ""
     hang: str = ""
     idle_s: float | None = None
+    spin_s: float | None = None
+    spin: str = ""
     tail: str = ""
 
     @property
@@ -238,11 +241,14 @@ def _api_down(ranks: Sequence[RankSigns], api: ApiSigns, patience: Patience) -> 
 
 def _wedged(ranks: Sequence[RankSigns], api: ApiSigns, patience: Patience) -> LaunchError | None:
     """Requests run, no counter moves, and a rank has used no processor at all: a rank that computes, however long one step
-    takes, and one that waits for its GPU use some. What the engine says of itself follows from the same silence and is told only."""
+    takes, and one that waits for its GPU use some. Or the GPUs of every rank spin: each waits for another in a collective that
+    nobody finishes. What the engine says of itself follows from the same silence and is told only."""
     signs = _still(api, patience.wedge_s)
     idle = [one for one in ranks if _past(one.idle_s, patience.wedge_s / 2)]
-    if not signs or not idle:
+    spinning = [one for one in ranks if _past(one.spin_s, patience.wedge_s / 2)]
+    if not signs or not (idle or len(spinning) == len(ranks)):
         return None
     signs += [f"{one.named} has used no processor for {one.idle_s:.0f} s" for one in idle]
+    signs += [f"{one.named}: {one.spin} for {one.spin_s:.0f} s" for one in spinning]
     signs += [f"{one.named} said: {one.hang}" for one in ranks if one.hang]
     return LaunchError("ENGINE_WEDGED", "; ".join(signs))

@@ -432,7 +432,7 @@ class Stage:
             say=session.say,
             on_lost=partial(self._lost, session),
         )
-        return Watcher(watched, Patience(limits.gone_s, limits.api_s, limits.wedge_s))
+        return Watcher(watched, Patience(limits.gone_s, limits.api_s, limits.wedge_s), spin_w=limits.spin_w)
 
     def _lost(self, session: Session, error: LaunchError) -> None:
         """Every open request ends at its next look; then both logs are saved, before anything is stopped. While the engine is

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pytest_dspark import logs
+from pytest_dspark import gpus, logs
 from pytest_dspark.cluster import Host, HostEntry, RankState
 from pytest_dspark.endpoint import Endpoint
 from pytest_dspark.errors import HostError, LaunchError
@@ -74,6 +74,8 @@ class _Rank:
     restarted: str = ""
     worked: float | None = None
     idle: _Since = field(default_factory=_Since)
+    spinning: _Since = field(default_factory=_Since)
+    spin: str = ""
     offset: int = 0
     death: str = ""
     hang: str = ""
@@ -97,6 +99,8 @@ class _Rank:
             death=self.death,
             hang=self.hang,
             idle_s=self.idle.age(now),
+            spin_s=self.spinning.age(now),
+            spin=self.spin,
             tail=_tail(self.log),
         )
 
@@ -162,8 +166,10 @@ class Watcher:
         *,
         clock: Callable[[], float] = time.monotonic,
         every_s: float = LOOK_S,
+        spin_w: float = 0.0,
     ) -> None:
         self._watched, self._patience, self._clock, self._every_s = watched, patience, clock, every_s
+        self._spin_w = spin_w
         self._ranks = [
             _Rank(number, entry, watched.hosts[entry.name], watched.log(number))
             for number, entry in enumerate(watched.entries)
@@ -265,13 +271,21 @@ class Watcher:
         return self._api.still.at is not None or any(r.cut.at or r.silent.at or r.asked_at for r in self._ranks)
 
     def _look_closer(self, rank: _Rank) -> None:
-        """What costs something is asked only when something else looks wrong: the peers, and what the processors did."""
+        """What costs something is asked only when something else looks wrong: the peers, and what processors and GPUs did."""
         self._look_peers(rank)
+        self._look_gpus(rank)
         rank_id = self._watched.ids().get(rank.number)
         used = rank.host.worked_s(rank_id) if rank_id and rank.state and rank.state.status == "running" else None
         still = used is not None and used == rank.worked
         rank.worked = used
         rank.idle.put(still, self._clock())
+
+    def _look_gpus(self, rank: _Rank) -> None:
+        """While counters stand still. A GPU that does not say what it draws is no sign."""
+        asked = self._spin_w > 0 and self._api.still.at is not None
+        draws = gpus.read_draws(rank.host, rank.entry) if asked else ()
+        rank.spin = ", ".join(f"a GPU is busy at {one.busy:g} % and draws {one.watts:g} W" for one in draws)
+        rank.spinning.put(gpus.spinning(draws, self._spin_w), self._clock())
 
     def _look_peers(self, rank: _Rank) -> None:
         """A peer that never answered tells nothing by being silent: pings may be forbidden."""

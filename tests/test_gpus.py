@@ -10,7 +10,7 @@ import pytest
 from pytest_dspark.checks.teardown import judge
 from pytest_dspark.cluster import HostEntry, Output
 from pytest_dspark.errors import HostError
-from pytest_dspark.gpus import Gpus, held, memory_back, read_gpus, visible
+from pytest_dspark.gpus import Draw, Gpus, held, memory_back, read_draws, read_gpus, spinning, visible
 from pytest_dspark.verdict import Finding, Status
 
 ENTRY = HostEntry("one", "127.0.0.1", process=True, env=(("CUDA_VISIBLE_DEVICES", "1"),))
@@ -100,3 +100,32 @@ def test_what_was_never_seen_is_said_beside_the_pass(before, reason):
 def judged(rows: list[dict[str, Any]]):
     result = {"left_behind": [], "ports_taken": [], "problems": [], "gpu_memory": rows}
     return judge(Finding("teardown", json.loads(json.dumps({"kept": False, "launched": True, "result": result}))), {})
+
+
+def test_what_a_gpu_draws_is_read_of_the_gpus_of_the_rank():
+    host = Answers(said("19.00, 96\n61.5, 100\n"))
+    assert read_draws(host, ENTRY) == (Draw(19.0, 96.0), Draw(61.5, 100.0))
+    assert host.asked[0][-2:] == ["-i", "1"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [said(""), said("[N/A], 96\n"), said("19.00, 96\n[Not Supported], 0\n"), said("19.00\n"), Output(127, b"", b"")],
+)
+def test_a_gpu_that_does_not_say_what_it_draws_is_no_sign(answer):
+    assert not spinning(read_draws(Answers(answer), ENTRY), 25.0)
+
+
+@pytest.mark.parametrize(
+    ("draws", "spins"),
+    [
+        ((Draw(19.0, 96.0),), True),
+        ((Draw(19.0, 96.0), Draw(20.0, 100.0)), True),
+        ((Draw(19.0, 0.0),), False),
+        ((Draw(45.0, 96.0),), False),
+        ((Draw(19.0, 96.0), Draw(19.0, 0.0)), False),
+    ],
+)
+def test_spinning_is_busy_at_a_power_that_computes_nothing(draws, spins):
+    assert spinning(draws, 25.0) is spins
+    assert not spinning(draws, 0.0)

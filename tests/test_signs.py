@@ -92,6 +92,24 @@ def test_a_prefill_of_hours_with_still_counters_is_alive_as_long_as_its_ranks_wo
     assert code(rank(0, idle_s=50.0), rank(1), api=still) == "", "idle for less than half of the patience"
 
 
+def spinning(number, seconds):
+    return rank(number, spin_s=seconds, spin="a GPU is busy at 96 % and draws 19 W")
+
+
+def test_gpus_that_all_spin_are_wedged_though_processors_work():
+    api = ApiSigns(still_s=130.0, running=2.0)
+    wedged = judge((spinning(0, 61.0), spinning(1, 62.0)), api, PATIENCE)
+    assert wedged.code == "ENGINE_WEDGED"
+    assert "rank 1" in wedged.message and "busy at 96 % and draws 19 W for 62 s" in wedged.message
+
+
+def test_one_rank_that_spins_waits_for_one_that_may_work():
+    api = ApiSigns(still_s=3 * 3600.0, running=2.0)
+    assert judge((spinning(0, 9000.0), rank(1)), api, PATIENCE) is None
+    assert judge((spinning(0, 9000.0), spinning(1, 59.0)), api, PATIENCE) is None
+    assert judge((spinning(0, 9000.0), spinning(1, 9000.0)), ApiSigns(still_s=119.0, running=2.0), PATIENCE) is None
+
+
 def test_wedged_needs_still_counters_and_a_rank_that_does_nothing():
     wedged = judge((rank(0, hang="No available"), rank(1, idle_s=70.0)), ApiSigns(still_s=130.0, running=2.0), PATIENCE)
     assert wedged.code == "ENGINE_WEDGED"

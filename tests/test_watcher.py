@@ -21,7 +21,7 @@ class Scripted:
     def __init__(self, name, **more):
         self.name, self.hang, self.error = name, threading.Event(), None
         self.status, self.code, self.link, self.calls = "running", None, "UP", []
-        self.worked = 0.0
+        self.worked, self.draws = 0.0, "19.00, 96"
         vars(self).update(more)
         self.hang.set()
 
@@ -38,6 +38,8 @@ class Scripted:
     def read(self, argv, *, timeout=10.0):
         self._answer(argv[0])
         line = f"2: eth0: <BROADCAST> mtu 1500 qdisc noqueue state {self.link} mode DEFAULT"
+        if "nvidia-smi" in argv:
+            return Output(0, self.draws.encode(), b"")
         return Output(0, line.encode(), b"") if argv[0] == "ip" else Output(127, b"", b"")
 
     def worked_s(self, rank_id):
@@ -180,3 +182,42 @@ def test_when_both_answer_nothing_is_left(place):
     result = launch.stop(site_of(place), {0: "id0", 1: "id1"}, run_id="R")
     assert (result["left_behind"], result["problems"], result["ports_taken"]) == ([], [], [])
     assert [one["rank"] for one in result["stopped"]] == [0, 1]
+
+
+class Standing:
+    """Metrics of a server with two requests, in which nothing moves."""
+
+    def value(self, name):
+        return 2.0
+
+
+class Working(Scripted):
+    """A host whose rank uses its processors all the time."""
+
+    def worked_s(self, rank_id):
+        self.worked += 1.0
+        return self.worked
+
+
+@pytest.mark.parametrize(
+    ("watts", "spin_w", "found"), [("19.00, 96", 25.0, True), ("61.00, 96", 25.0, False), ("19.00, 96", 0.0, False)]
+)
+def test_gpus_that_wait_for_each_other_are_wedged_though_processors_work(tmp_path, monkeypatch, watts, spin_w, found):
+    for name in ("API_S", "METRICS_S", "LINK_S"):
+        monkeypatch.setattr(f"pytest_dspark.watcher.{name}", 0.05)
+    hosts = {name: Working(name, draws=watts) for name in ("a", "b")}
+    entries = [HostEntry(name, "192.0.2.1", docker="unix:///x", interface="eth0") for name in hosts]
+    watched = Watched(entries, hosts, lambda: {0: "id0", 1: "id1"}, lambda rank: tmp_path / f"rank{rank}.log", 1)
+    watcher = Watcher(watched, QUICK, every_s=0.02, spin_w=spin_w)
+    watcher.start()
+    watcher.serve(SimpleNamespace(health_status=lambda: (200, ""), metrics=Standing))
+    if found:
+        until(lambda: watcher.found)
+        assert (
+            watcher.found.code == "ENGINE_WEDGED"
+            and "rank 1 (b): a GPU is busy at 96 % and draws 19 W" in watcher.found.message
+        )
+    else:
+        time.sleep(2.0)
+        assert watcher.found is None
+    watcher.stop()

@@ -161,8 +161,7 @@ class Engine:
         return shares
 
     async def _hang_if_asked(self) -> None:
-        limit = self._faults.number("hang_after_tokens")
-        if limit is not None and self.numbers.generation_tokens >= limit:
+        if self._faults.stands_still(self.numbers.generation_tokens):
             await asyncio.Event().wait()
 
     async def _dawdle_if_asked(self) -> None:

@@ -12,6 +12,7 @@ name ignore it: the API is the head's alone.
 | die_after_tokens=N | any | kills itself (SIGKILL) after the engine generated N tokens |
 | die_after_s=N | any | kills itself N seconds after it was ready |
 | hang_after_tokens=N | any | after N tokens the engine stands still: the API answers, no token comes any more |
+| spin_after_tokens=N | any | the same, with a processor that is kept busy, as by a rank that waits for its GPU |
 | engine_dies_after_s=N | head | the engine core dies N seconds after it was ready, by itself |
 | api_gone_after_s=N | head | the API closes its port N seconds after it was ready; the rank runs on |
 | eat_memory_after_s=N | any | takes all the memory that it gets, N seconds after it was ready |
@@ -42,7 +43,10 @@ name ignore it: the API is the head's alone.
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import unquote
 
 
@@ -70,8 +74,31 @@ class Faults:
     def number(self, name: str) -> float | None:
         return float(self.text(name)) if name in self else None
 
+    def stands_still(self, tokens: int) -> bool:
+        """Whether the rank takes part no more after so many tokens; one that spins keeps a processor busy from then on."""
+        limits = [self.number(name) for name in ("hang_after_tokens", "spin_after_tokens")]
+        if not any(limit is not None and tokens >= limit for limit in limits):
+            return False
+        if "spin_after_tokens" in self:
+            _spin()
+        return True
+
     def texts(self, name: str) -> tuple[str, ...]:
         return tuple(value for key, value in self.given if key == name)
+
+
+@cache
+def _spin() -> threading.Thread:
+    """A thread that works a part of the time, once a process: two busy ranks must leave something of a small machine."""
+
+    def work() -> None:
+        while True:
+            sum(range(50_000))
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=work, name="spin", daemon=True)
+    thread.start()
+    return thread
 
 
 def parse(text: str) -> Faults:
@@ -89,6 +116,7 @@ def parse(text: str) -> Faults:
         "die_after_tokens",
         "die_after_s",
         "hang_after_tokens",
+        "spin_after_tokens",
         "engine_dies_after_s",
         "api_gone_after_s",
         "eat_memory_after_s",

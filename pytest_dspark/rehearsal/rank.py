@@ -193,8 +193,7 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _takes_part(self) -> bool:
-        limit = self._faults.number("hang_after_tokens")
-        return limit is None or self._made < limit
+        return not self._faults.stands_still(self._made)
 
     # --- a worker
 
