@@ -104,7 +104,12 @@ class ConfigError(DsparkError):
 
 
 class HostError(DsparkError):
-    """A host, its ssh or its Docker engine did not do what was asked."""
+    """A host, its ssh or its Docker engine did not do what was asked. `docker_only`: the host itself answered, and said that
+    its Docker engine does not."""
+
+    def __init__(self, code: str, message: str, *, docker_only: bool = False) -> None:
+        super().__init__(code, message)
+        self.docker_only = docker_only
 
 
 class LaunchError(DsparkError):

@@ -23,7 +23,7 @@ SIGNALLED = 128
 class RankSigns:
     """One rank and its host. Times are seconds up to now: None for what is not so.
 
-    `silent_s` since the host last answered; `link_s` since its fabric interface lost its carrier, `link` names that;
+    `silent_s` since the host last answered, `docker_only` if it did and said that its Docker engine does not; `link_s` since its fabric interface lost its carrier, `link` names that;
     `peer_s` since the other ranks' fabric addresses last answered it, `peer` names one; `down_s` since the rank was seen
     ended; `seen_s` since its state was last read. `restarted` says how it was. `death` is the first line of its log by which
     the engine says that it died, `hang` one by which it says that it stands still. `idle_s` since its processors last worked; `spin_s` since
@@ -34,6 +34,7 @@ class RankSigns:
     host: str
     state: RankState | None = None
     silent_s: float | None = None
+    docker_only: bool = False
     why: str = ""
     link_s: float | None = None
     link: str = ""
@@ -172,19 +173,19 @@ def _fabric(ranks: Sequence[RankSigns], api: ApiSigns, patience: Patience) -> La
 
 
 def _host(ranks: Sequence[RankSigns], api: ApiSigns, patience: Patience) -> LaunchError | None:
-    """A host that answers nobody, and beside it an engine that shows it."""
-    silent = [one for one in ranks if one.silent_s is not None]
+    """A host that answers nobody, and beside it an engine that shows it. Where only the Docker engine is silent it may be
+    starting again, which ends its ranks: it is waited for, so that it says what became of them."""
     others = [f"{one.named} ended with code {_code(one)}" for one in ranks if one.down and one.silent_s is None]
+    limit = SETTLE_S if others else patience.gone_s
+    silent = [one for one in ranks if _past(one.silent_s, 3 * patience.gone_s if one.docker_only else limit)]
     if not others:
-        silent = [one for one in silent if _past(one.silent_s, patience.gone_s)]
         others = _still(api, patience.gone_s)
         others += [f"{one.host}: {one.peer} has not answered either" for one in ranks if _past(one.peer_s, 1.0)]
         others += [f"the API does not answer ({api.why})"] if _past(api.silent_s, patience.api_s) else []
-    elif not any(_past(one.silent_s, SETTLE_S) for one in silent):
-        return None
     if not silent or not others:
         return None
-    what = f"{silent[0].host} has not answered for {silent[0].silent_s:.0f} s ({silent[0].why})"
+    who = f"the Docker engine of {silent[0].host}" if silent[0].docker_only else silent[0].host
+    what = f"{who} has not answered for {silent[0].silent_s:.0f} s ({silent[0].why})"
     return LaunchError("HOST_UNREACHABLE", "; ".join([what, *others]))
 
 

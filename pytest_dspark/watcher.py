@@ -64,6 +64,7 @@ class _Rank:
     asked_at: float | None = None
     why: str = ""
     silent: _Since = field(default_factory=_Since)
+    docker_only: bool = False
     down: _Since = field(default_factory=_Since)
     cut: _Since = field(default_factory=_Since)
     link: str = ""
@@ -88,6 +89,7 @@ class _Rank:
             host=self.entry.name,
             state=self.state,
             silent_s=silent,
+            docker_only=self.docker_only,
             why=self.why or "no answer yet",
             link_s=self.cut.age(now),
             link=self.link,
@@ -217,7 +219,7 @@ class Watcher:
         try:
             look(rank)
         except HostError as error:
-            rank.why = error.message
+            rank.why, rank.docker_only = error.message, error.docker_only
             rank.silent.put(True, asked)
         else:
             rank.silent.put(False, asked)
@@ -235,7 +237,7 @@ class Watcher:
             rank.restarted = f"was restarted {state.restart_count} times"
         elif state.status == "running" and not rank.entry.process and state.started_at not in ("", rank.first_start):
             rank.restarted = f"was started again at {state.started_at}, it was proven as started at {rank.first_start}"
-        rank.state, rank.read_at = state, now
+        rank.state, rank.read_at, rank.docker_only = state, now, False
         rank.down.put(state.status != "running", now)
         self._read_log(rank)
 

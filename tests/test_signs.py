@@ -92,6 +92,16 @@ def test_a_prefill_of_hours_with_still_counters_is_alive_as_long_as_its_ranks_wo
     assert code(rank(0, idle_s=50.0), rank(1), api=still) == "", "idle for less than half of the patience"
 
 
+def test_a_docker_engine_that_starts_again_is_waited_for_and_tells_what_became_of_its_rank():
+    gone = rank(0, "exited", 0, down_s=9.0)
+    assert code(gone, rank(1, silent_s=11.0, docker_only=True)) == ""
+    assert code(gone, rank(1, silent_s=11.0)) == "HOST_UNREACHABLE"
+    assert code(gone, rank(1, "exited", 137, down_s=0.0)) == "RANK_EXITED"
+    found = judge((gone, rank(1, silent_s=24.0, docker_only=True, why="refused")), QUIET, PATIENCE)
+    assert found.code == "HOST_UNREACHABLE"
+    assert "the Docker engine of" in found.message and "has not answered for 24 s (refused)" in found.message
+
+
 def spinning(number, seconds):
     return rank(number, spin_s=seconds, spin="a GPU is busy at 96 % and draws 19 W")
 

@@ -140,7 +140,8 @@ class DockerHost:
             raise HostError(code, f"{self.name}: {doing}: {_said(error)}") from error
         except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             address = self._connection.address
-            raise HostError("HOST_UNREACHABLE", f"{self.name}: {doing} at {address}: {_cause(error)}") from error
+            text = f"{self.name}: {doing} at {address}: {_cause(error)}"
+            raise HostError("HOST_UNREACHABLE", text, docker_only=address.startswith("unix:")) from error
 
     def _call(self, method: str, path: str, *, timeout: float = API_S, body: Any = None, **query: Any) -> Any:
         """One request; returns the response, whose status is not an error. Raises APIError inside `_translated`."""

@@ -342,7 +342,7 @@ class ChannelSocket:
             what = f"docker is not on PATH of a non-interactive shell ({said})"
             return HostError("DOCKER_MISSING", f"{self._name}: {what}")
         what = f"docker system dial-stdio ended with code {channel.exit_status}: {said}"
-        return HostError("HOST_UNREACHABLE", f"{self._name}: {what}")
+        return HostError("HOST_UNREACHABLE", f"{self._name}: {what}", docker_only=True)
 
     def makefile(self, *_args: Any, **_more: Any) -> io.BufferedReader:
         self._readers += 1
