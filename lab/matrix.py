@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -413,8 +414,12 @@ def _known_hosts(how: str, place: Place) -> None:
 def _fresh_key(place: Place, passphrase: str = "") -> Path:
     path = place.folder / "fresh"
     if not path.exists():
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path)], check=True)
+        _keygen(path, passphrase)
     return path
+
+
+def _keygen(path: Path, passphrase: str = "") -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path)], check=True)
 
 
 def _key(how: str, place: Place) -> None:
@@ -465,9 +470,9 @@ def _sshd_config(text: str, place: Place) -> None:
 def _ipv6(address: str, place: Place) -> None:
     """The worker's sshd at an IPv6 address too, and known by it."""
     for host, interface, end in (("gb-head", "gbh", 1), ("gb-worker", "gbw", 2)):
-        words = ("dev", interface)
-        on(host, "ip", "-6", "addr", "add", f"{address}{end}/64", *words, "nodad")
-        place.undo.append(lambda h=host, e=end, w=words: on(h, "ip", "-6", "addr", "del", f"{address}{e}/64", *w))  # type: ignore[misc]
+        words = (f"{address}{end}/64", "dev", interface)
+        on(host, "ip", "-6", "addr", "add", *words, "nodad")
+        place.undo.append(partial(on, host, "ip", "-6", "addr", "del", *words))
     known = STATE / "gb-head" / "dotssh" / "known_hosts"
     key = known.read_text().splitlines()[0].partition(" ")[2]
     _replace(known, f"{known.read_text()}{address}2 {key}\n", place)
@@ -482,7 +487,7 @@ def _agent(keys: str, place: Place) -> None:
     place.undo.append(lambda: os.kill(int(found["SSH_AGENT_PID"]), signal.SIGTERM))
     for number in range(int(keys)):
         path = place.folder / f"agent-{number}"
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+        _keygen(path)
         subprocess.run(["ssh-add", "-q", str(path)], check=True, env=os.environ | place.environ)
 
 

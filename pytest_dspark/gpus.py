@@ -16,16 +16,10 @@ from pytest_dspark.cluster import Host, HostEntry
 from pytest_dspark.errors import DsparkError
 
 # A wedged driver hangs nvidia-smi: it is ended on the host itself, since a given-up ssh command would go on there.
-QUERY = ("timeout", "-k", "1", "15", "nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
-DRAW = (
-    "timeout",
-    "-k",
-    "1",
-    "4",
-    "nvidia-smi",
-    "--query-gpu=power.draw,utilization.gpu",
-    "--format=csv,noheader,nounits",
-)
+BOUNDED = ("timeout", "-k", "1")
+FORMAT = "--format=csv,noheader,nounits"
+QUERY = (*BOUNDED, "15", "nvidia-smi", "--query-gpu=index,memory.used", FORMAT)
+DRAW = (*BOUNDED, "4", "nvidia-smi", "--query-gpu=power.draw,utilization.gpu", FORMAT)
 BUSY = 90.0
 """Percent from which a GPU says that it is busy: one that waits in a collective says 96 and more."""
 SETTLE_S = 10.0

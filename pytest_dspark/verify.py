@@ -194,9 +194,10 @@ def examine(folder: Path, *, allowed_signers: Path | None = None, pages: bool = 
         )
     except SHAPE as error:
         return Report((*problems, Problem("run.json", f"has not the shape of a run: {type(error).__name__}: {error}")))
-    counts = {"files": len(sums), "rows": len(found.rows), "pages": int(_comparable(found))}
+    ours = _comparable(found)
+    counts = {"files": len(sums), "rows": len(found.rows), "pages": int(ours)}
     claimed = (*unsigned, *claims(found))
-    maker = "" if _comparable(found) else _maker(found)
+    maker = "" if ours else _maker(found)
     return Report(tuple(dict.fromkeys(problems)), claimed, signers, counts, answer.accepted, answer.publishable, maker)
 
 
