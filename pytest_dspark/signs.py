@@ -23,11 +23,12 @@ SIGNALLED = 128
 class RankSigns:
     """One rank and its host. Times are seconds up to now: None for what is not so.
 
-    `silent_s` since the host last answered, `docker_only` if it did and said that its Docker engine does not; `link_s` since its fabric interface lost its carrier, `link` names that;
-    `peer_s` since the other ranks' fabric addresses last answered it, `peer` names one; `down_s` since the rank was seen
-    ended; `seen_s` since its state was last read. `restarted` says how it was. `death` is the first line of its log by which
-    the engine says that it died, `hang` one by which it says that it stands still. `idle_s` since its processors last worked; `spin_s` since
-    its GPUs last drew the power of work while they say that they are busy, `spin` says how much they draw.
+    `silent_s` since the host last answered, `docker_only` if it did and said that its Docker engine does not; `link_s`
+    since its fabric interface lost its carrier, `link` names that; `peer_s` since the other ranks' fabric addresses
+    last answered it, `peer` names one; `down_s` since the rank was seen ended; `seen_s` since its state was last read.
+    `restarted` says how it was. `death` is the first line of its log by which the engine says that it died, `hang` one
+    by which it says that it stands still. `idle_s` since its processors last worked; `spin_s` since its GPUs last drew
+    the power of work while they say that they are busy, `spin` says how much they draw.
     """
 
     rank: int
