@@ -592,6 +592,32 @@ def test_where_sshd_grants_one_session_a_connection_more_connections_are_opened(
 
 
 @needs_sshd
+def test_sessions_refused_at_the_same_moment_are_each_opened_on_a_further_connection(
+    tmp_path: Path, sshd: Callable[..., int]
+) -> None:
+    server = make_server(tmp_path, sshd, "MaxSessions=1")
+    ssh = server.connect()
+    held = ssh.open(["sleep", "60"])[0]
+    failed: list[HostError] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(12):
+                ssh.run(["true"])
+        except HostError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    held.close()
+    ssh.close()
+
+
+@needs_sshd
 def test_a_server_that_grants_no_session_is_named_with_its_setting(tmp_path: Path, sshd: Callable[..., int]) -> None:
     server = make_server(tmp_path, sshd, "MaxSessions=0")
     ssh = server.connect()

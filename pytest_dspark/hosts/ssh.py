@@ -57,6 +57,7 @@ class SshConnection:
         self._places = places or Places()
         self.target = ssh_config.resolve(name, ssh_config.parse_address(name, url), self._places.configs)
         self._lock, self._commands = threading.Lock(), threading.BoundedSemaphore(MAX_COMMANDS)
+        self._opening = threading.Lock()
         self._transports: list[paramiko.Transport] = []
         self._closed = False
 
@@ -102,13 +103,22 @@ class SshConnection:
         """A channel of the first connection whose sshd grants one more."""
         for place in range(MAX_CONNECTIONS):
             try:
-                return self._connected(place).open_session(timeout=CONNECT_S)
+                return self._opened(self._connected(place))
             except paramiko.ChannelException as error:
                 refused = error
         what = (
             f"sshd refused one more session on each of {MAX_CONNECTIONS} connections ({refused}); see its MaxSessions"
         )
         raise HostError("HOST_UNREACHABLE", f"{self.name}: {what}") from refused
+
+    def _opened(self, transport: paramiko.Transport) -> paramiko.Channel:
+        """One at a time: a transport keeps one refusal only, so of two at the same moment one would have no reason."""
+        if not self._opening.acquire(timeout=CONNECT_S):
+            raise TimeoutError
+        try:
+            return transport.open_session(timeout=CONNECT_S)
+        finally:
+            self._opening.release()
 
     def _connected(self, place: int) -> paramiko.Transport:
         with self._lock:
