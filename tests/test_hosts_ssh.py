@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from pytest_dspark.cluster import Output
 from pytest_dspark.errors import HostError
 from pytest_dspark.hosts.known_hosts import HostKey, check_host_key, known_keys
 from pytest_dspark.hosts.ssh_config import Target, parse_address, resolve
@@ -29,6 +30,7 @@ from pytest_dspark.hosts.docker import DockerHost, RemoteConnection  # noqa: E40
 from pytest_dspark.hosts.ssh import Places, SshConnection, _missing  # noqa: E402
 
 SSHD = Path("/usr/sbin/sshd")
+END_OF_INPUT = bytes([96])  # SSH_MSG_CHANNEL_EOF, RFC 4254 section 9
 needs_sshd = pytest.mark.skipif(
     not SSHD.exists() or os.geteuid() != 0 or not shutil.which("ssh-keygen"),
     reason="needs root, ssh-keygen and /usr/sbin/sshd (Debian: openssh-server)",
@@ -163,7 +165,7 @@ def test_commands_are_no_shell_and_bounded(server: Server) -> None:
         "gb-worker: sleep did not end in time",
     )
     assert time.monotonic() - begin < 3
-    assert ssh.run(["cat"]).stdout == b""
+    assert ssh.run(["true"]).stdout == b""
     ssh.close()
     assert refused(lambda: ssh.run(["true"]))[0] == "HOST_UNREACHABLE"
 
@@ -180,6 +182,23 @@ def test_forty_commands_at_once_on_one_connection(server: Server) -> None:
     assert codes == [0] * 40
     log = (server.home.parent / "sshd.log").read_text()
     assert log.count("Accepted publickey") == 1
+    ssh.close()
+
+
+@needs_sshd
+def test_a_late_end_of_input_does_not_cost_the_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sshd ends a connection in which a channel is spoken of that both sides have closed: so none may be ended on its own."""
+    send = paramiko.Transport._send_user_message
+
+    def late(transport: Any, message: Any) -> None:
+        if message.asbytes()[:1] == END_OF_INPUT:
+            time.sleep(0.2)
+        send(transport, message)
+
+    monkeypatch.setattr(paramiko.Transport, "_send_user_message", late)
+    ssh = server.connect()
+    assert [ssh.run(["cat"]) for _ in range(3)] == [Output(0, b"", b"")] * 3
+    assert (server.home.parent / "sshd.log").read_text().count("Accepted publickey") == 1
     ssh.close()
 
 

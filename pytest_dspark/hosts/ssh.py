@@ -35,6 +35,7 @@ MAX_OUTPUT = 10 * 1024 * 1024
 MAX_NOISE = 256 * 1024
 DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 MARKED = 'echo "$1"; echo "$1" >&2; shift; exec "$@"'
+NO_INPUT = 'exec "$@" </dev/null'
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,13 @@ class SshConnection:
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
         """Run one command, as it is, with no shell of its own. Raises HOST_UNREACHABLE after `timeout` seconds or above 10 MB."""
         with self._commands, self._translated(), self.channel(argv) as (channel, noise):
-            channel.shutdown_write()
             return _collect(self.name, channel, argv, time.monotonic() + timeout, noise)
 
     @contextmanager
     def channel(self, argv: Sequence[str]) -> Iterator[tuple[paramiko.Channel, bytes]]:
-        channel, mark = self.open(argv)
+        """The command without input. Its end is not sent to it through the channel: sshd drops the whole connection if that comes
+        after a short command has ended and its channel was closed by both sides."""
+        channel, mark = self.open(["sh", "-c", NO_INPUT, "sh", *argv])
         try:
             yield channel, mark
         finally:
