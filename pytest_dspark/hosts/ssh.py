@@ -204,19 +204,30 @@ def connect(name: str, target: Target, places: Places) -> paramiko.Transport:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
     transport = paramiko.Transport(link)
     try:
-        transport.banner_timeout = transport.auth_timeout = CONNECT_S
+        transport.banner_timeout, transport.auth_timeout = 2 * CONNECT_S, CONNECT_S
         _prefer_known(transport, known)
-        transport.start_client(timeout=CONNECT_S)
-        if not transport.initial_kex_done:  # paramiko returns when the time is up, as if all were well
-            raise TimeoutError
+        _greet(transport)
         key = transport.get_remote_server_key()
-        check_host_key(name, target, HostKey(key.get_name(), key.asbytes()), known)
+        check_host_key(name, target, HostKey(key.get_name(), key.asbytes()), known, known_hosts.unreadable(files))
         _authenticate(name, target, transport, places)
         transport.set_keepalive(KEEPALIVE_S)
     except BaseException:
         transport.close()
         raise
     return transport
+
+
+def _greet(transport: paramiko.Transport) -> None:
+    """Banner and key exchange. When the time is up paramiko returns as if all were well, if its banner has more."""
+    try:
+        transport.start_client(timeout=CONNECT_S)
+    except paramiko.SSHException as error:
+        if transport.remote_version:
+            raise
+        what = "no ssh banner came from there: another service, or sshd with too many clients (MaxStartups)"
+        raise paramiko.SSHException(what) from error
+    if not transport.initial_kex_done:
+        raise TimeoutError
 
 
 def _prefer_known(transport: paramiko.Transport, known: Sequence[Known]) -> None:

@@ -31,7 +31,11 @@ class BoundedAgent(paramiko.Agent):
 
     def _connect(self, conn: Any) -> None:
         conn.settimeout(AGENT_S)
-        super()._connect(conn)  # type: ignore[misc]
+        try:
+            super()._connect(conn)  # type: ignore[misc]
+        except paramiko.SSHException:
+            conn.close()
+            raise
 
     def _send_message(self, msg: Any) -> Any:
         try:
