@@ -438,6 +438,17 @@ def test_stop_waits_in_whole_seconds(host: DockerHost, daemon: Daemon) -> None:
     assert refused(lambda: host.remove(ID))[0] == "DOCKER_FAILED"
 
 
+def test_a_removal_in_progress_is_waited_for(host: DockerHost, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = f"removal of container {ID} is already in progress"
+    daemon.answers[f"DELETE /containers/{ID}"] = (409, {"message": busy})
+    daemon.answers[f"GET /containers/{ID}/json"] = [CONTAINER, CONTAINER, (404, {"message": "No such container"})]
+    host.remove(ID)
+    daemon.answers[f"GET /containers/{ID}/json"] = CONTAINER
+    monkeypatch.setattr("pytest_dspark.hosts.docker.REMOVAL_S", 0.3)
+    code, message = refused(lambda: host.remove(ID))
+    assert (code, "did not end within 0.3 s" in message) == ("DOCKER_FAILED", True)
+
+
 # --- the log
 
 EXITED = CONTAINER | {"State": {"Status": "exited", "ExitCode": 0}}

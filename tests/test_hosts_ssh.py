@@ -347,6 +347,7 @@ def test_close_waits_for_one_attempt_at_most(tmp_path: Path, monkeypatch: pytest
         closer = threading.Thread(target=ssh.close)
         closer.start()
         until(lambda: ssh._closed)
+        assert threads[0].is_alive(), "who comes now must find it closed, not wait for its turn and connect"
         for thread in threads[1:]:
             thread.start()
         for thread in [*threads, closer]:
@@ -886,6 +887,32 @@ class H(http.server.BaseHTTPRequestHandler):
             self.handle_one_request(); self.wfile.flush()
 H(None, None, None)
 """
+
+
+@needs_sshd
+def test_a_message_that_could_not_be_sent_is_a_lost_host(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """paramiko raises a bare EOFError then, from sending, from reading and from closing."""
+
+    def lost(message: object) -> None:
+        raise EOFError
+
+    tool(server, "docker", DIAL.format(python=sys.executable))
+    host = docker_host(server)
+    host.facts()
+    (transport,) = host._connection._ssh._transports  # type: ignore[attr-defined]
+    monkeypatch.setattr(transport, "_send_user_message", lost)
+    code, message = refused(host.facts)
+    assert (code, message.endswith("the ssh connection was lost")) == ("HOST_UNREACHABLE", True)
+    host.close()
+
+
+@needs_sshd
+def test_a_connection_that_ends_while_a_command_begins_is_not_the_shells_fault(server: Server) -> None:
+    tool(server, "sh", "#!/bin/bash\nkill -9 $PPID\n")
+    ssh = server.connect()
+    code, message = refused(lambda: ssh.run(["true"]))
+    assert (code, message.endswith("the connection was lost")) == ("HOST_UNREACHABLE", True)
+    ssh.close()
 
 
 @needs_sshd

@@ -43,3 +43,4 @@ def _let_go(child: subprocess.Popen[bytes]) -> None:
         for pipe in (child.stdout, child.stderr):
             if pipe:
                 pipe.close()
+        child.poll()

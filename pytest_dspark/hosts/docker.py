@@ -6,6 +6,7 @@ import math
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ NOWHERE = "http://docker.invalid:2375"
 API_S = 15.0
 START_S = 120.0
 STOP_MARGIN_S = 30.0
+REMOVAL_S = 30.0
+LOOK_S = 0.2
 RETRY_S = 1.0
 BATCH = 256 * 1024
 MAX_OUTPUT = 10 * 1024 * 1024
@@ -306,7 +309,21 @@ class DockerHost:
 
     def _delete(self, rank_id: str, *, force: bool) -> None:
         with suppress(NotFound):
-            self._call("DELETE", f"/containers/{rank_id}", timeout=START_S, force=int(force), v=1)
+            try:
+                self._call("DELETE", f"/containers/{rank_id}", timeout=START_S, force=int(force), v=1)
+            except APIError as error:
+                if "already in progress" not in _said(error):
+                    raise
+                self._await_removal(rank_id)
+
+    def _await_removal(self, rank_id: str) -> None:
+        """Somebody else removes it already. Raises DOCKER_FAILED if it is there after `REMOVAL_S` seconds."""
+        deadline = time.monotonic() + REMOVAL_S
+        while self._look(rank_id):
+            if time.monotonic() > deadline:
+                what = f"the removal of {rank_id[:12]} by somebody else did not end within {REMOVAL_S:g} s"
+                raise HostError("DOCKER_FAILED", f"{self.name}: {what}")
+            time.sleep(LOOK_S)
 
     # --- the log
 
@@ -524,7 +541,7 @@ def _said(error: APIError) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason: requests wraps urllib3, which wraps the system's error."""
+    """The innermost reason that says something: requests wraps urllib3, which wraps the system's error."""
     seen: list[BaseException] = []
     inner: BaseException | None = error
     while inner is not None and inner not in seen and not isinstance(inner, TimeoutError):
@@ -533,4 +550,4 @@ def _cause(error: BaseException) -> str:
         inner = reason if isinstance(reason, BaseException) else inner.__cause__ or inner.__context__
     if isinstance(inner, TimeoutError):
         return "no answer in time"
-    return str(seen[-1]) or type(seen[-1]).__name__
+    return next(filter(None, map(str, reversed(seen))), type(seen[-1]).__name__)

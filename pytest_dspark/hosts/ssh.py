@@ -77,7 +77,7 @@ class SshConnection:
         try:
             yield channel, mark
         finally:
-            channel.close()
+            _end(channel)
 
     def open(self, argv: Sequence[str]) -> tuple[paramiko.Channel, bytes]:
         """A channel in which the command begins, past whatever the shell's start-up files printed; and the mark it wrote."""
@@ -94,8 +94,10 @@ class SshConnection:
             raise
         if noise is None:
             return channel, f"{mark}\n".encode()
+        if not channel.get_transport().is_active():
+            raise ConnectionResetError("the connection was lost")
         late = f" within {CONNECT_S:g} s" if time.monotonic() - began >= CONNECT_S else ""
-        channel.close()
+        _end(channel)
         what = f"the login shell did not run the command{late}, it said: {noise or 'nothing'}"
         raise HostError("HOST_UNREACHABLE", f"{self.name}: {what}")
 
@@ -163,10 +165,16 @@ class SshConnection:
                 transport.close()
 
 
+def _end(channel: paramiko.Channel) -> None:
+    """Close it; where the connection is gone there is nobody to tell."""
+    with suppress(EOFError, OSError):
+        channel.close()
+
+
 @contextmanager
 def _closed_after(seconds: float, channel: paramiko.Channel) -> Iterator[None]:
     """paramiko waits without a limit for the answer to `exec`; a channel that is closed wakes it, and whoever reads."""
-    timer = threading.Timer(seconds, channel.close)
+    timer = threading.Timer(seconds, _end, [channel])
     timer.daemon = True
     timer.start()
     try:
@@ -314,6 +322,15 @@ def _drain(channel: paramiko.Channel, stdout: bytearray, stderr: bytearray) -> b
 # --- Docker's API through `docker system dial-stdio`
 
 
+@contextmanager
+def _as_a_socket() -> Iterator[None]:
+    """paramiko raises EOFError where a message could not be sent, even in recv; no HTTP library expects that."""
+    try:
+        yield
+    except EOFError as error:
+        raise ConnectionResetError("the ssh connection was lost") from error
+
+
 class _ChannelReader(io.RawIOBase):
     """The reading side of a channel as a file; the channel stays open until this is closed too."""
 
@@ -324,7 +341,8 @@ class _ChannelReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._owner.channel.recv(len(buffer))
+        with _as_a_socket():
+            data = self._owner.channel.recv(len(buffer))
         buffer[: len(data)] = data
         if not data:
             self._owner.channel.status_event.wait(EXIT_S)
@@ -368,21 +386,22 @@ class ChannelSocket:
         return io.BufferedReader(_ChannelReader(self), 1 << 16)
 
     def sendall(self, data: bytes) -> None:
-        self.channel.sendall(data)
+        with _as_a_socket():
+            self.channel.sendall(data)
 
     def settimeout(self, seconds: float | None) -> None:
         self.channel.settimeout(seconds)
 
     def shutdown(self, how: int) -> None:
         """Wake whoever reads."""
-        self.channel.close()
+        _end(self.channel)
 
     def reader_closed(self) -> None:
         self._readers -= 1
         if self._closed and not self._readers:
-            self.channel.close()
+            _end(self.channel)
 
     def close(self) -> None:
         self._closed = True
         if not self._readers:
-            self.channel.close()
+            _end(self.channel)
