@@ -175,6 +175,28 @@ def test_nobody_at_the_socket(tmp_path: Path) -> None:
     host.close()
 
 
+@pytest.mark.parametrize("answer", [None, [], {}])
+def test_an_answer_with_nothing_in_it_is_no_proof_that_a_container_is_gone(
+    host: DockerHost, daemon: Daemon, answer: Any
+) -> None:
+    daemon.answers[f"GET /containers/{ID}/json"] = [answer]
+    code, message = refused(lambda: host.state(ID))
+    assert code == "HOST_UNREACHABLE"
+    assert f"expected an object with something in it, found '{answer}'" in message
+    daemon.answers["GET /containers/json"] = [answer]
+    if answer != []:
+        assert "expected a list" in refused(lambda: host.owned("io.dspark.run"))[1]
+    daemon.answers["GET /info"] = [answer]
+    assert refused(host.facts)[0] == "HOST_UNREACHABLE"
+
+
+def test_a_web_page_is_said_to_be_no_json(host: DockerHost, daemon: Daemon) -> None:
+    daemon.answers["GET /info"] = b"<html>It works</html>"
+    code, message = refused(host.facts)
+    assert code == "HOST_UNREACHABLE"
+    assert "Expecting value: line 1 column 1" in message
+
+
 @pytest.mark.parametrize(
     ("low", "high", "pinned", "wanted"),
     [

@@ -128,7 +128,7 @@ class DockerHost:
                 client = docker.APIClient(NOWHERE, version=DEFAULT_DOCKER_API_VERSION, timeout=API_S)
                 client.trust_env = False
                 client.mount("http://", LinkAdapter(self._connection.dial))
-                version = agreed_version(self.name, client.version(api_version=False), os.environ)
+                version = agreed_version(self.name, _object(client.version(api_version=False)), os.environ)
                 client._version = version
                 self._client = client
             return self._client
@@ -157,7 +157,7 @@ class DockerHost:
     def facts(self) -> HostFacts:
         with self._translated("docker info"):
             api = self._api()
-            info = api.info()
+            info = _object(api.info())
         return HostFacts(
             kind="docker",
             hostname=info.get("Name", ""),
@@ -177,10 +177,10 @@ class DockerHost:
         """Look at an image. Its id is a manifest digest in a containerd store, else a config digest."""
         with self._translated(f"image {reference}"):
             try:
-                found = self._api().inspect_image(reference) if reference else None
+                found = _object(self._api().inspect_image(reference)) if reference else None
             except NotFound:
                 found = None
-            kind = id_kind(self._api().info())
+            kind = id_kind(_object(self._api().info()))
         if found is None:
             raise HostError("IMAGE_MISSING", f"{self.name}: image {reference!r} is not there")
         config = found.get("Config") or {}
@@ -200,10 +200,9 @@ class DockerHost:
     def _look(self, name_or_id: str) -> Mapping[str, Any] | None:
         with self._translated(f"container {name_or_id[:24]}"):
             try:
-                found: Mapping[str, Any] = self._api().inspect_container(name_or_id)
+                return _object(self._api().inspect_container(name_or_id))
             except NotFound:
                 return None
-            return found
 
     def find(self, name: str) -> RankState | None:
         found = self._look(name)
@@ -213,6 +212,8 @@ class DockerHost:
         wanted = f"{label}={value}" if value else label
         with self._translated(f"containers with label {wanted}"):
             listed = self._api().containers(all=True, filters={"label": [wanted]})
+            if not isinstance(listed, list):
+                raise ValueError(f"expected a list, found {str(listed)[:40]!r}")
         return tuple(state_of(found) for found in map(self._look, [entry["Id"] for entry in listed]) if found)
 
     def state(self, rank_id: str) -> RankState:
@@ -442,6 +443,13 @@ class DockerHost:
 # --- pure readings
 
 
+def _object(answer: Any) -> Mapping[str, Any]:
+    """Of an answer with nothing in it nothing follows, least of all that a container is gone. Raises ValueError."""
+    if not isinstance(answer, dict) or not answer:
+        raise ValueError(f"expected an object with something in it, found {str(answer)[:40]!r}")
+    return answer
+
+
 def agreed_version(host: str, told: Mapping[str, Any], environ: Mapping[str, str]) -> str:
     """The newest API version that both speak; DOCKER_API_VERSION pins ours. Raises DOCKER_FAILED that shows both ranges."""
     pinned = environ.get("DOCKER_API_VERSION")
@@ -541,10 +549,15 @@ def _said(error: APIError) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason that says something: requests wraps urllib3, which wraps the system's error."""
+    """The innermost reason that says something: requests wraps urllib3, which wraps the system's error.
+
+    What a parser stumbled over is no reason; the error that it is wrapped in is.
+    """
     seen: list[BaseException] = []
     inner: BaseException | None = error
     while inner is not None and inner not in seen and not isinstance(inner, TimeoutError):
+        if seen and isinstance(inner, (ValueError, StopIteration)):
+            break
         seen.append(inner)
         reason = getattr(inner, "reason", None)
         inner = reason if isinstance(reason, BaseException) else inner.__cause__ or inner.__context__
