@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
+import io
 import json
 import os
 import socketserver
@@ -506,6 +508,40 @@ def test_a_broken_log_is_fetched_again_without_gap_or_duplicate(
     assert (tmp_path / "other").read_text() == text + "and more"
     assert list(tmp_path.glob(".other*")) == []
     assert refused(lambda: host.save_log("gone", sink))[0] == "RANK_EXITED"
+
+
+def test_a_log_that_breaks_off_is_no_host_that_is_gone(host: DockerHost, daemon: Daemon, tmp_path: Path) -> None:
+    daemon.answers[f"GET /containers/{ID}/logs"] = frame(1, b"hello")[:-1]
+    code, message = refused(lambda: host.save_log(ID, tmp_path / "log"))
+    assert (code, message.endswith("the stream ended inside a frame")) == ("DOCKER_FAILED", True)
+
+
+def test_a_log_goes_on_when_the_disk_has_room_again(
+    host: DockerHost, daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, full = LogSink.put, [OSError(errno.ENOSPC, "No space left on device")] * 2
+
+    def sometimes(sink: LogSink, file: Any, position: int, chunk: bytes) -> int:
+        if full:
+            raise full.pop()
+        return put(sink, file, position, chunk)
+
+    monkeypatch.setattr(LogSink, "put", sometimes)
+    monkeypatch.setattr("pytest_dspark.hosts.docker.RETRY_S", 0.05)
+    daemon.answers[f"GET /containers/{ID}/logs"] = frame(1, b"hello")
+    host.follow(ID, tmp_path / "log")
+    until(lambda: (tmp_path / "log").read_bytes() == b"hello")
+
+
+def test_a_disk_that_takes_a_part_leaves_no_gap(tmp_path: Path) -> None:
+    class Narrow(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:3])
+
+    sink = LogSink(tmp_path / "log")
+    with Narrow(tmp_path / "log", "r+") as file:
+        sink.put(file, sink.put(file, 0, b"one two "), b"three")
+    assert (tmp_path / "log").read_bytes() == b"one two three"
 
 
 def test_a_rotated_log_loses_nothing(tmp_path: Path) -> None:

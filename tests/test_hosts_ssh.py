@@ -711,7 +711,7 @@ def test_a_key_of_a_kind_that_cannot_be_loaded(server: Server, monkeypatch: pyte
             ["AuthenticationMethods=publickey,keyboard-interactive", "KbdInteractiveAuthentication=yes"],
             "the host asks for keyboard-interactive beside a key",
         ),
-        (["MaxAuthTries=1", "AuthorizedKeysFile=none"], "the host ended the connection, more keys were not tried"),
+        (["MaxAuthTries=1", "AuthorizedKeysFile=none"], "the connection ended, more keys were not tried"),
     ],
 )
 def test_why_no_key_was_enough(tmp_path: Path, sshd: Callable[..., int], options: list[str], said: str) -> None:

@@ -134,8 +134,8 @@ class DockerHost:
             return self._client
 
     @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        """The libraries' errors in this project's words; the daemon's own message is kept."""
+    def _translated(self, doing: str, lost: str = "HOST_UNREACHABLE") -> Iterator[None]:
+        """The libraries' errors in this project's words; the daemon's own message is kept. `lost` is the code of no answer."""
         try:
             yield
         except APIError as error:
@@ -144,7 +144,7 @@ class DockerHost:
         except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             address = self._connection.address
             text = f"{self.name}: {doing} at {address}: {_cause(error)}"
-            raise HostError("HOST_UNREACHABLE", text, docker_only=address.startswith("unix:")) from error
+            raise HostError(lost, text, docker_only=address.startswith("unix:")) from error
 
     def _call(self, method: str, path: str, *, timeout: float = API_S, body: Any = None, **query: Any) -> Any:
         """One request; returns the response, whose status is not an error. Raises APIError inside `_translated`."""
@@ -339,7 +339,7 @@ class DockerHost:
     def _follow(self, rank_id: str, sink: LogSink) -> None:
         while not self._closing.is_set():
             whole = False
-            with suppress(HostError):
+            with suppress(HostError, OSError):  # a full disk here may have room again
                 self._copy_log(rank_id, sink, follow=True)
                 whole = self.state(rank_id).status not in ("running", "created")
             if whole or self._gone(rank_id) or self._closing.wait(RETRY_S):
@@ -359,12 +359,16 @@ class DockerHost:
                 position = sink.put(file, position, chunk)
 
     def _log(self, rank_id: str, *, follow: bool) -> Iterator[bytes]:
-        """The log from its first byte, both streams in the order in which the engine has them. Raises HostError."""
-        with self._translated(f"logs of {rank_id[:12]}"):
-            tty = self._api().inspect_container(rank_id)["Config"]["Tty"]
+        """The log from its first byte, both streams in the order in which the engine has them. Raises HostError.
+
+        A log that breaks off is DOCKER_FAILED: the host answered, and must still be asked to stop its rank.
+        """
+        doing = f"logs of {rank_id[:12]}"
+        with self._translated(doing):
+            tty = _object(self._api().inspect_container(rank_id))["Config"]["Tty"]
             query = {"stdout": 1, "stderr": 1, "follow": int(follow), "timestamps": 0, "tail": "all"}
-            timeout = None if follow else START_S
-            with self._streamed("GET", f"/containers/{rank_id}/logs", timeout, **query) as raw:
+            timeout, path = None if follow else START_S, f"/containers/{rank_id}/logs"
+            with self._streamed("GET", path, timeout, **query) as raw, self._translated(doing, "DOCKER_FAILED"):
                 yield from iter(lambda: raw.read1(1 << 16), b"") if tty else (data for _, data in frames(raw))
 
     @contextmanager

@@ -264,7 +264,7 @@ def _authenticate(name: str, target: Target, transport: paramiko.Transport, plac
                 return
             keys.notes.extend({why} - {"", *keys.notes})
             if not transport.is_active():
-                keys.notes.append("the host ended the connection, more keys were not tried")
+                keys.notes.append("the connection ended, more keys were not tried")
                 break
     text = f"tried {', '.join(tried) or 'no key: there is none'}{''.join(f'; {note}' for note in keys.notes)}"
     raise HostError("SSH_AUTH_FAILED", f"{name}: {target} accepted no key; {text}")
