@@ -333,6 +333,8 @@ class Troubles:
             self.problems.append(str(error))
             if error.code == "HOST_UNREACHABLE":
                 self.unreached[host.name] = error.message
+        except OSError as error:  # of this machine: a full disk keeps no rank from being stopped
+            self.problems.append(f"{host.name}: {error}")
 
 
 def stop(

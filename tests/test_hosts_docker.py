@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
+import io
 import json
 import os
 import socketserver
@@ -173,6 +175,28 @@ def test_nobody_at_the_socket(tmp_path: Path) -> None:
     assert f"unix://{tmp_path}/no.sock" in message
     assert "No such file" in message
     host.close()
+
+
+@pytest.mark.parametrize("answer", [None, [], {}])
+def test_an_answer_with_nothing_in_it_is_no_proof_that_a_container_is_gone(
+    host: DockerHost, daemon: Daemon, answer: Any
+) -> None:
+    daemon.answers[f"GET /containers/{ID}/json"] = [answer]
+    code, message = refused(lambda: host.state(ID))
+    assert code == "HOST_UNREACHABLE"
+    assert f"expected an object with something in it, found '{answer}'" in message
+    daemon.answers["GET /containers/json"] = [answer]
+    if answer != []:
+        assert "expected a list" in refused(lambda: host.owned("io.dspark.run"))[1]
+    daemon.answers["GET /info"] = [answer]
+    assert refused(host.facts)[0] == "HOST_UNREACHABLE"
+
+
+def test_a_web_page_is_said_to_be_no_json(host: DockerHost, daemon: Daemon) -> None:
+    daemon.answers["GET /info"] = b"<html>It works</html>"
+    code, message = refused(host.facts)
+    assert code == "HOST_UNREACHABLE"
+    assert "Expecting value: line 1 column 1" in message
 
 
 @pytest.mark.parametrize(
@@ -438,6 +462,17 @@ def test_stop_waits_in_whole_seconds(host: DockerHost, daemon: Daemon) -> None:
     assert refused(lambda: host.remove(ID))[0] == "DOCKER_FAILED"
 
 
+def test_a_removal_in_progress_is_waited_for(host: DockerHost, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = f"removal of container {ID} is already in progress"
+    daemon.answers[f"DELETE /containers/{ID}"] = (409, {"message": busy})
+    daemon.answers[f"GET /containers/{ID}/json"] = [CONTAINER, CONTAINER, (404, {"message": "No such container"})]
+    host.remove(ID)
+    daemon.answers[f"GET /containers/{ID}/json"] = CONTAINER
+    monkeypatch.setattr("pytest_dspark.hosts.docker.REMOVAL_S", 0.3)
+    code, message = refused(lambda: host.remove(ID))
+    assert (code, "did not end within 0.3 s" in message) == ("DOCKER_FAILED", True)
+
+
 # --- the log
 
 EXITED = CONTAINER | {"State": {"Status": "exited", "ExitCode": 0}}
@@ -473,6 +508,40 @@ def test_a_broken_log_is_fetched_again_without_gap_or_duplicate(
     assert (tmp_path / "other").read_text() == text + "and more"
     assert list(tmp_path.glob(".other*")) == []
     assert refused(lambda: host.save_log("gone", sink))[0] == "RANK_EXITED"
+
+
+def test_a_log_that_breaks_off_is_no_host_that_is_gone(host: DockerHost, daemon: Daemon, tmp_path: Path) -> None:
+    daemon.answers[f"GET /containers/{ID}/logs"] = frame(1, b"hello")[:-1]
+    code, message = refused(lambda: host.save_log(ID, tmp_path / "log"))
+    assert (code, message.endswith("the stream ended inside a frame")) == ("DOCKER_FAILED", True)
+
+
+def test_a_log_goes_on_when_the_disk_has_room_again(
+    host: DockerHost, daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, full = LogSink.put, [OSError(errno.ENOSPC, "No space left on device")] * 2
+
+    def sometimes(sink: LogSink, file: Any, position: int, chunk: bytes) -> int:
+        if full:
+            raise full.pop()
+        return put(sink, file, position, chunk)
+
+    monkeypatch.setattr(LogSink, "put", sometimes)
+    monkeypatch.setattr("pytest_dspark.hosts.docker.RETRY_S", 0.05)
+    daemon.answers[f"GET /containers/{ID}/logs"] = frame(1, b"hello")
+    host.follow(ID, tmp_path / "log")
+    until(lambda: (tmp_path / "log").read_bytes() == b"hello")
+
+
+def test_a_disk_that_takes_a_part_leaves_no_gap(tmp_path: Path) -> None:
+    class Narrow(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:3])
+
+    sink = LogSink(tmp_path / "log")
+    with Narrow(tmp_path / "log", "r+") as file:
+        sink.put(file, sink.put(file, 0, b"one two "), b"three")
+    assert (tmp_path / "log").read_bytes() == b"one two three"
 
 
 def test_a_rotated_log_loses_nothing(tmp_path: Path) -> None:

@@ -343,6 +343,14 @@ def test_read_is_no_shell_and_bounded(host: ProcessHost) -> None:
         host.read(["sh", "-c", "sleep 600 & sleep 600"], timeout=0.2)
 
 
+def test_a_command_whose_child_outlives_the_kill_is_bounded(host: ProcessHost) -> None:
+    """A session of its own stands for a process that a wedged driver holds: both keep the pipes after the kill."""
+    begin = time.monotonic()
+    with pytest.raises(HostError, match=r"one: sh did not end within 0\.2 s"):
+        host.read(["sh", "-c", "setsid sleep 15 & wait"], timeout=0.2)
+    assert time.monotonic() - begin < 10
+
+
 def test_listener_names_its_owner(host: ProcessHost) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from pytest_dspark.hosts.ssh_config import Target, parse_address, resolve
 
 paramiko = pytest.importorskip("paramiko")
 
+from cryptography.exceptions import UnsupportedAlgorithm  # noqa: E402
+
 from pytest_dspark.hosts.docker import DockerHost, RemoteConnection  # noqa: E402
 from pytest_dspark.hosts.ssh import Places, SshConnection, _missing  # noqa: E402
+from pytest_dspark.hosts.ssh_keys import BoundedAgent  # noqa: E402
 
 SSHD = Path("/usr/sbin/sshd")
 END_OF_INPUT = bytes([96])  # SSH_MSG_CHANNEL_EOF, RFC 4254 section 9
@@ -256,14 +260,201 @@ def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:
     assert "refused" in message
 
 
-def test_a_server_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nobody(port: int, folder: Path) -> SshConnection:
+    places = Places(configs=(), known_hosts=(), keys=folder, agent=NoAgent)  # type: ignore[arg-type]
+    return SshConnection("gb-worker", f"ssh://root@127.0.0.1:{port}", places=places)
+
+
+@contextmanager
+def answering(first: bytes, *, stay: bool) -> Iterator[tuple[int, list[socket.socket]]]:
+    """A server on a free port that says `first` to whoever comes, and then stays silent or closes."""
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    held.append(door.accept()[0])
+                    held[-1].sendall(first)
+                    if not stay:
+                        held[-1].close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield door.getsockname()[1], held
+        door.shutdown(socket.SHUT_RDWR)
+    for link in held:
+        link.close()
+
+
+@pytest.mark.parametrize("first", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
+def test_a_server_that_says_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
     monkeypatch.setattr("pytest_dspark.hosts.ssh.CONNECT_S", 0.3)
-    places = Places(configs=(), known_hosts=(), keys=tmp_path, agent=NoAgent)  # type: ignore[arg-type]
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        ssh = SshConnection("gb-worker", f"ssh://root@127.0.0.1:{silent.getsockname()[1]}", places=places)
+    with answering(first, stay=True) as (port, _):
         begin = time.monotonic()
-        assert refused(lambda: ssh.run(["true"]))[0] == "HOST_UNREACHABLE"
+        code, message = refused(lambda: nobody(port, tmp_path).run(["true"]))
+        assert (code, message) == ("HOST_UNREACHABLE", f"gb-worker: root@127.0.0.1:{port} did not answer in time")
         assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "no ssh banner came from there: another service, or sshd with too many clients",
+        ),
+        (b"Exceeded MaxStartups\r\n", "no ssh banner came from there: another service, or sshd with too many clients"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "ssh to root@127.0.0.1:"),
+    ],
+)
+def test_a_server_that_closes(tmp_path: Path, first: bytes, said: str) -> None:
+    with answering(first, stay=False) as (port, _):
+        code, message = refused(lambda: nobody(port, tmp_path).run(["true"]))
+    assert code == "HOST_UNREACHABLE"
+    assert said in message
+    assert not message.endswith(": ")
+
+
+def test_a_refusal_is_one_sentence_and_no_traceback_beside_it(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from pytest_dspark.errors import HostError\n"
+        "from pytest_dspark.hosts.ssh import Places, SshConnection\n"
+        "places = Places(configs=(), known_hosts=(), keys=Path('/nowhere'))\n"
+        "try: SshConnection('w', sys.argv[1], places=places).run(['true'])\n"
+        "except HostError as error: print(error)\n"
+    )
+    with answering(b"220 mail\r\n", stay=False) as (port, _):
+        done = subprocess.run(
+            [sys.executable, "-c", script, f"ssh://root@127.0.0.1:{port}"], capture_output=True, text=True, timeout=60
+        )
+    assert done.stdout.startswith("HOST_UNREACHABLE: w: ")
+    assert done.stderr == ""
+
+
+def test_a_name_that_is_no_name(tmp_path: Path) -> None:
+    places = Places(configs=(), known_hosts=(), keys=tmp_path, agent=NoAgent)  # type: ignore[arg-type]
+    code, message = refused(lambda: SshConnection("gb-worker", "ssh://root@gb..lab", places=places).run(["true"]))
+    assert code == "HOST_UNREACHABLE"
+    assert "root@gb..lab:22" in message
+
+
+def test_threads_that_wait_for_one_connection_share_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_dspark.hosts.ssh.CONNECT_S", 1.0)
+    with answering(b"", stay=True) as (port, held):
+        ssh = nobody(port, tmp_path)
+        found: list[tuple[str, str]] = []
+        threads = [threading.Thread(target=lambda: found.append(refused(lambda: ssh.run(["true"])))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert [message.endswith("did not answer in time") for _, message in found] == [True] * 4
+        assert len(held) == 1
+        assert refused(lambda: ssh.run(["true"]))[0] == "HOST_UNREACHABLE"
+        assert len(held) == 2, "a later call tries again"
+
+
+def test_close_waits_for_one_attempt_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_dspark.hosts.ssh.CONNECT_S", 1.0)
+    with answering(b"", stay=True) as (port, held):
+        ssh = nobody(port, tmp_path)
+        threads = [threading.Thread(target=lambda: refused(lambda: ssh.run(["true"]))) for _ in range(4)]
+        threads[0].start()
+        until(lambda: bool(held))
+        closer = threading.Thread(target=ssh.close)
+        closer.start()
+        until(lambda: ssh._closed)
+        assert threads[0].is_alive(), "who comes now must find it closed, not wait for its turn and connect"
+        for thread in threads[1:]:
+            thread.start()
+        for thread in [*threads, closer]:
+            thread.join(10)
+        assert len(held) == 1
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert done()
+
+
+class Wire:
+    """A way to a server that can be frozen: what is sent then arrives nowhere, and nothing is closed."""
+
+    def __init__(self, port: int) -> None:
+        self.frozen, self._port, self.ends = threading.Event(), port, list[socket.socket]()
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.door.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = (self.door.accept()[0], socket.create_connection(("127.0.0.1", self._port)))
+                self.ends += ends
+                for source, target in (ends, ends[::-1]):
+                    threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.frozen.is_set():
+                    target.sendall(data)
+            target.close()
+
+    def close(self) -> None:
+        self.door.shutdown(socket.SHUT_RDWR)
+        for end in (self.door, *self.ends):
+            end.close()
+
+
+@needs_sshd
+def test_a_network_that_is_cut_before_the_command_begins(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(server.port)
+    server.known(name=f"[127.0.0.1]:{wire.port}")
+    ssh = server.connect(f"ssh://root@127.0.0.1:{wire.port}")
+    assert ssh.run(["true"]).code == 0
+    opened = ssh._opened
+
+    def cut(transport: paramiko.Transport) -> paramiko.Channel:
+        channel = opened(transport)
+        wire.frozen.set()
+        return channel
+
+    monkeypatch.setattr(ssh, "_opened", cut)
+    monkeypatch.setattr("pytest_dspark.hosts.ssh.CONNECT_S", 1.0)
+    found: list[tuple[str, str]] = []
+    thread = threading.Thread(target=lambda: found.append(refused(lambda: ssh.run(["true"], timeout=1))), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == [("HOST_UNREACHABLE", f"gb-worker: root@127.0.0.1:{wire.port} did not answer in time")]
+    ssh.close()
+    wire.close()
+
+
+@needs_sshd
+def test_the_kernel_gives_a_silent_connection_up(server: Server) -> None:
+    ssh = server.connect()
+    ssh.run(["true"])
+    assert ssh._transports[0].sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    ssh.close()
+
+
+@needs_sshd
+def test_slow_start_up_files_are_named(
+    tmp_path: Path, sshd: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = 'ForceCommand=echo loading modules; sleep 4; exec sh -c "$SSH_ORIGINAL_COMMAND"'
+    ssh = make_server(tmp_path, sshd, slow).connect()
+    ssh._connected(0)
+    monkeypatch.setattr("pytest_dspark.hosts.ssh.CONNECT_S", 1.0)
+    code, message = refused(lambda: ssh.run(["true"]))
+    assert code == "HOST_UNREACHABLE"
+    assert message.endswith("the login shell did not run the command within 1 s, it said: loading modules")
+    ssh.close()
 
 
 # --- host keys
@@ -344,6 +535,22 @@ def test_known_hosts_lines(tmp_path: Path) -> None:
             assert known_keys(stranger, [path]) == ()
 
 
+def test_a_name_is_hashed_in_small_letters(tmp_path: Path) -> None:
+    path = tmp_path / "known"
+    path.write_text(f"[worker1.lab]:2222 ssh-ed25519 {BLOB}\n")
+    subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(path)], check=True, timeout=60, capture_output=True)
+    assert len(known_keys(Target("Worker1.Lab", 2222, "root").known_name, [path])) == 1
+
+
+@needs_sshd
+def test_a_known_hosts_file_that_cannot_be_read_is_named(server: Server) -> None:
+    (server.home / "known_hosts").unlink()
+    (server.home / "known_hosts").mkdir()
+    code, message = refused(lambda: server.connect().run(["true"]))
+    assert code == "HOST_KEY_UNKNOWN"
+    assert f"{server.home / 'known_hosts'} cannot be read: Is a directory" in message
+
+
 def test_a_revoked_key_is_refused_though_it_is_known(tmp_path: Path) -> None:
     path = tmp_path / "known"
     path.write_text(f"host ssh-ed25519 {BLOB}\n@revoked * ssh-ed25519 {BLOB}\n")
@@ -407,6 +614,134 @@ def test_no_key_at_all(server: Server) -> None:
     assert "tried no key: there is none; IdentityFile /nowhere/key is not there" in message
 
 
+@needs_sshd
+def test_identities_only_means_the_usual_files_where_no_other_is_configured(server: Server) -> None:
+    (server.home / "config").write_text("IdentitiesOnly true\n")
+    agent = type("Crowd", (NoAgent,), {"keys": (paramiko.PKey.from_path(keygen(server.home / "crowd")),)})
+    ssh = server.connect(agent=agent)
+    assert ssh.run(["true"]).code == 0
+    ssh.close()
+    shutil.move(server.home / "id_ed25519", server.home / "mine")
+    assert "no key: there is none" in refused(lambda: server.connect(agent=agent).run(["true"]))[1]
+
+
+@needs_sshd
+@pytest.mark.parametrize("named", ["held.pub", "held"])
+def test_a_public_key_names_the_one_of_the_agent(server: Server, named: str) -> None:
+    shutil.move(server.home / "id_ed25519", server.home / "away")
+    shutil.move(server.home / "id_ed25519.pub", server.home / "held.pub")
+    crowd = [paramiko.PKey.from_path(keygen(server.home / f"crowd{n}")) for n in range(6)]
+    (server.home / "config").write_text(f"IdentityFile {server.home / named}\nIdentitiesOnly yes\n")
+    code, message = refused(lambda: server.connect().run(["true"]))
+    assert code == "SSH_AUTH_FAILED"
+    assert ("is a public key and the agent does not hold" in message) == (named == "held.pub")
+    keys = (*crowd, paramiko.PKey.from_path(server.home / "away"))
+    ssh = server.connect(agent=type("Held", (NoAgent,), {"keys": keys}))
+    assert ssh.run(["true"]).code == 0
+    ssh.close()
+
+
+@needs_sshd
+def test_a_certificate_that_ran_out_hides_no_good_key(server: Server) -> None:
+    keygen(server.home / "authority")
+    sign = ["ssh-keygen", "-q", "-s", str(server.home / "authority"), "-I", "x", "-n", "root", "-V", "-2d:-1d"]
+    subprocess.run([*sign, str(server.home / "id_ed25519.pub")], check=True, timeout=60)
+    ssh = server.connect()
+    assert ssh.run(["true"]).code == 0
+    ssh.close()
+
+
+@pytest.fixture
+def agent_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real ssh-agent that SSH_AUTH_SOCK names; it lives as long as the test."""
+    path = tmp_path / "agent.sock"
+    with subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL) as agent:
+        until(path.exists)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+        yield path
+        agent.terminate()
+
+
+@needs_sshd
+def test_a_certificate_in_the_agent_hides_no_key_of_the_agent(server: Server, agent_socket: Path) -> None:
+    """paramiko's agent gives an RSA key and its certificate the same bytes."""
+    rsa, authority = keygen(server.home / "rsa", "rsa"), keygen(server.home / "authority")
+    sign = ["ssh-keygen", "-q", "-s", str(authority), "-I", "x", "-n", "root", str(server.home / "rsa.pub")]
+    subprocess.run(sign, check=True, timeout=60)
+    subprocess.run(["ssh-add", "-q", str(rsa)], check=True, timeout=60)
+    shutil.copy(server.home / "rsa.pub", server.home.parent / "authorized_keys")
+    ssh = server.connect(agent=BoundedAgent)
+    assert ssh.run(["true"]).code == 0
+    ssh.close()
+
+
+@needs_sshd
+@pytest.mark.parametrize("answer", [None, b"", b"\0\0\0\1\5"])
+def test_an_agent_that_hangs_or_fails_holds_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
+    monkeypatch.setattr("pytest_dspark.hosts.ssh_keys.AGENT_S", 0.3)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "sock"))
+    held: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                held.append(door.accept()[0])
+                if answer is not None:
+                    held[-1].recv(5)
+                    held[-1].sendall(answer)
+                    held[-1].close()
+
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(tmp_path / "sock"))
+        door.listen()
+        threading.Thread(target=serve, daemon=True).start()
+        ssh = server.connect(agent=BoundedAgent)
+        assert ssh.run(["true"]).code == 0
+        ssh.close()
+        (server.home / "id_ed25519").unlink()
+        code, message = refused(lambda: server.connect(agent=BoundedAgent).run(["true"]))
+        door.shutdown(socket.SHUT_RDWR)
+    assert code == "SSH_AUTH_FAILED"
+    assert "tried no key: there is none; " in message and "agent" in message
+    for link in held:
+        link.close()
+
+
+@needs_sshd
+def test_a_key_of_a_kind_that_cannot_be_loaded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: Path) -> paramiko.PKey:
+        raise UnsupportedAlgorithm("sk-ssh-ed25519 private keys cannot be loaded")
+
+    (server.home / "config").write_text(f"IdentityFile {server.home / 'id_ed25519'}\n")
+    monkeypatch.setattr(paramiko.PKey, "from_path", load)
+    code, message = refused(lambda: server.connect().run(["true"]))
+    assert code == "SSH_AUTH_FAILED"
+    assert message.endswith("cannot be used: sk-ssh-ed25519 private keys cannot be loaded")
+
+
+@needs_sshd
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["PubkeyAuthentication=no", "KbdInteractiveAuthentication=yes"], "the host allows keyboard-interactive only"),
+        (
+            ["AuthenticationMethods=publickey,keyboard-interactive", "KbdInteractiveAuthentication=yes"],
+            "the host asks for keyboard-interactive beside a key",
+        ),
+        (["MaxAuthTries=1", "AuthorizedKeysFile=none"], "the connection ended, more keys were not tried"),
+    ],
+)
+def test_why_no_key_was_enough(tmp_path: Path, sshd: Callable[..., int], options: list[str], said: str) -> None:
+    server = make_server(tmp_path, sshd, *options)
+    if "MaxAuthTries=1" in options:
+        (tmp_path / "authorized_keys").write_text("")
+    code, message = refused(lambda: server.connect().run(["true"]))
+    assert code == "SSH_AUTH_FAILED"
+    assert said in message
+
+
 # --- where an address leads
 
 
@@ -460,6 +795,10 @@ def test_an_included_host_leads_where_ssh_leads(tmp_path: Path) -> None:
         ("Match final\n  HostName x\n", 1, "a Match block that sets hostname"),
         ("CanonicalizeHostname yes\n", 1, "canonicalizehostname yes"),
         ("BindAddress 10.0.0.1\n", 1, "bindaddress 10.0.0.1"),
+        ("Include ${HOME}/more\n", 1, "a token in Include ${HOME}/more"),
+        ("Include %d/more\n", 1, "a token in Include %d/more"),
+        ("\ufeffHost other\n  Port 9\n", 1, "expected KEYWORD VALUE, found"),
+        ('Port 9\n"HostName" elsewhere\n', 2, "expected KEYWORD VALUE"),
     ],
 )
 def test_what_changes_the_target_is_refused_with_its_line(tmp_path: Path, text: str, line: int, what: str) -> None:
@@ -476,6 +815,7 @@ def test_what_changes_the_target_is_refused_with_its_line(tmp_path: Path, text: 
         "Match host x\n  ForwardAgent yes\n",
         "ServerAliveInterval 5\nSendEnv LANG LC_*\nHashKnownHosts yes\n",
         "# ProxyJump x\n",
+        "# a note\u2028ProxyJump x\n\t\n",
     ],
 )
 def test_what_does_not_touch_the_target_is_left_alone(tmp_path: Path, text: str) -> None:
@@ -484,7 +824,7 @@ def test_what_does_not_touch_the_target_is_left_alone(tmp_path: Path, text: str)
 
 def test_tokens_that_are_not_understood(tmp_path: Path) -> None:
     assert settled(tmp_path, "HostName %h.lab\n").host == "worker1.lab"
-    for text in ("HostName %C\n", "IdentityFile ${HOME}/key\n", "Port ssh\n"):
+    for text in ("HostName %C\n", "IdentityFile ${HOME}/key\n", "IdentityFile ~nobody-here/key\n", "Port ssh\n"):
         assert refused(lambda text=text: settled(tmp_path, text))[0] == "SSH_CONFIG_UNSUPPORTED"
 
 
@@ -566,6 +906,32 @@ class H(http.server.BaseHTTPRequestHandler):
             self.handle_one_request(); self.wfile.flush()
 H(None, None, None)
 """
+
+
+@needs_sshd
+def test_a_message_that_could_not_be_sent_is_a_lost_host(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """paramiko raises a bare EOFError then, from sending, from reading and from closing."""
+
+    def lost(message: object) -> None:
+        raise EOFError
+
+    tool(server, "docker", DIAL.format(python=sys.executable))
+    host = docker_host(server)
+    host.facts()
+    (transport,) = host._connection._ssh._transports  # type: ignore[attr-defined]
+    monkeypatch.setattr(transport, "_send_user_message", lost)
+    code, message = refused(host.facts)
+    assert (code, message.endswith("the ssh connection was lost")) == ("HOST_UNREACHABLE", True)
+    host.close()
+
+
+@needs_sshd
+def test_a_connection_that_ends_while_a_command_begins_is_not_the_shells_fault(server: Server) -> None:
+    tool(server, "sh", "#!/bin/bash\nkill -9 $PPID\n")
+    ssh = server.connect()
+    code, message = refused(lambda: ssh.run(["true"]))
+    assert (code, message.endswith("the connection was lost")) == ("HOST_UNREACHABLE", True)
+    ssh.close()
 
 
 @needs_sshd

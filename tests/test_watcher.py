@@ -1,5 +1,6 @@
 """The watcher with hosts of its own making, and a stop that asks a silent host once."""
 
+import errno
 import threading
 import time
 from types import SimpleNamespace
@@ -176,6 +177,16 @@ def test_a_silent_host_is_asked_once_the_other_is_stopped_and_what_is_left_is_na
     assert [(one["host"], one["id"]) for one in left] == [("a", "id0")]
     assert left[0]["command"] == "dspark stop --cluster cluster.toml --run R"
     assert result["problems"] == ["HOST_UNREACHABLE: a: no answer in time"]
+
+
+def test_a_full_disk_here_keeps_no_rank_from_being_stopped(place, monkeypatch):
+    def full(site, rank, rank_id):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launch, "keep_log", full)
+    result = launch.stop(site_of(place), {0: "id0", 1: "id1"}, run_id="R")
+    assert all("stop" in host.calls for host in place.hosts.values())
+    assert "a: [Errno 28] No space left on device" in result["problems"]
 
 
 def test_when_both_answer_nothing_is_left(place):

@@ -6,6 +6,7 @@ import math
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ NOWHERE = "http://docker.invalid:2375"
 API_S = 15.0
 START_S = 120.0
 STOP_MARGIN_S = 30.0
+REMOVAL_S = 30.0
+LOOK_S = 0.2
 RETRY_S = 1.0
 BATCH = 256 * 1024
 MAX_OUTPUT = 10 * 1024 * 1024
@@ -125,14 +128,14 @@ class DockerHost:
                 client = docker.APIClient(NOWHERE, version=DEFAULT_DOCKER_API_VERSION, timeout=API_S)
                 client.trust_env = False
                 client.mount("http://", LinkAdapter(self._connection.dial))
-                version = agreed_version(self.name, client.version(api_version=False), os.environ)
+                version = agreed_version(self.name, _object(client.version(api_version=False)), os.environ)
                 client._version = version
                 self._client = client
             return self._client
 
     @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        """The libraries' errors in this project's words; the daemon's own message is kept."""
+    def _translated(self, doing: str, lost: str = "HOST_UNREACHABLE") -> Iterator[None]:
+        """The libraries' errors in this project's words; the daemon's own message is kept. `lost` is the code of no answer."""
         try:
             yield
         except APIError as error:
@@ -141,7 +144,7 @@ class DockerHost:
         except (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             address = self._connection.address
             text = f"{self.name}: {doing} at {address}: {_cause(error)}"
-            raise HostError("HOST_UNREACHABLE", text, docker_only=address.startswith("unix:")) from error
+            raise HostError(lost, text, docker_only=address.startswith("unix:")) from error
 
     def _call(self, method: str, path: str, *, timeout: float = API_S, body: Any = None, **query: Any) -> Any:
         """One request; returns the response, whose status is not an error. Raises APIError inside `_translated`."""
@@ -154,7 +157,7 @@ class DockerHost:
     def facts(self) -> HostFacts:
         with self._translated("docker info"):
             api = self._api()
-            info = api.info()
+            info = _object(api.info())
         return HostFacts(
             kind="docker",
             hostname=info.get("Name", ""),
@@ -174,10 +177,10 @@ class DockerHost:
         """Look at an image. Its id is a manifest digest in a containerd store, else a config digest."""
         with self._translated(f"image {reference}"):
             try:
-                found = self._api().inspect_image(reference) if reference else None
+                found = _object(self._api().inspect_image(reference)) if reference else None
             except NotFound:
                 found = None
-            kind = id_kind(self._api().info())
+            kind = id_kind(_object(self._api().info()))
         if found is None:
             raise HostError("IMAGE_MISSING", f"{self.name}: image {reference!r} is not there")
         config = found.get("Config") or {}
@@ -197,10 +200,9 @@ class DockerHost:
     def _look(self, name_or_id: str) -> Mapping[str, Any] | None:
         with self._translated(f"container {name_or_id[:24]}"):
             try:
-                found: Mapping[str, Any] = self._api().inspect_container(name_or_id)
+                return _object(self._api().inspect_container(name_or_id))
             except NotFound:
                 return None
-            return found
 
     def find(self, name: str) -> RankState | None:
         found = self._look(name)
@@ -210,6 +212,8 @@ class DockerHost:
         wanted = f"{label}={value}" if value else label
         with self._translated(f"containers with label {wanted}"):
             listed = self._api().containers(all=True, filters={"label": [wanted]})
+            if not isinstance(listed, list):
+                raise ValueError(f"expected a list, found {str(listed)[:40]!r}")
         return tuple(state_of(found) for found in map(self._look, [entry["Id"] for entry in listed]) if found)
 
     def state(self, rank_id: str) -> RankState:
@@ -306,7 +310,21 @@ class DockerHost:
 
     def _delete(self, rank_id: str, *, force: bool) -> None:
         with suppress(NotFound):
-            self._call("DELETE", f"/containers/{rank_id}", timeout=START_S, force=int(force), v=1)
+            try:
+                self._call("DELETE", f"/containers/{rank_id}", timeout=START_S, force=int(force), v=1)
+            except APIError as error:
+                if "already in progress" not in _said(error):
+                    raise
+                self._await_removal(rank_id)
+
+    def _await_removal(self, rank_id: str) -> None:
+        """Somebody else removes it already. Raises DOCKER_FAILED if it is there after `REMOVAL_S` seconds."""
+        deadline = time.monotonic() + REMOVAL_S
+        while self._look(rank_id):
+            if time.monotonic() > deadline:
+                what = f"the removal of {rank_id[:12]} by somebody else did not end within {REMOVAL_S:g} s"
+                raise HostError("DOCKER_FAILED", f"{self.name}: {what}")
+            time.sleep(LOOK_S)
 
     # --- the log
 
@@ -321,7 +339,7 @@ class DockerHost:
     def _follow(self, rank_id: str, sink: LogSink) -> None:
         while not self._closing.is_set():
             whole = False
-            with suppress(HostError):
+            with suppress(HostError, OSError):  # a full disk here may have room again
                 self._copy_log(rank_id, sink, follow=True)
                 whole = self.state(rank_id).status not in ("running", "created")
             if whole or self._gone(rank_id) or self._closing.wait(RETRY_S):
@@ -341,12 +359,16 @@ class DockerHost:
                 position = sink.put(file, position, chunk)
 
     def _log(self, rank_id: str, *, follow: bool) -> Iterator[bytes]:
-        """The log from its first byte, both streams in the order in which the engine has them. Raises HostError."""
-        with self._translated(f"logs of {rank_id[:12]}"):
-            tty = self._api().inspect_container(rank_id)["Config"]["Tty"]
+        """The log from its first byte, both streams in the order in which the engine has them. Raises HostError.
+
+        A log that breaks off is DOCKER_FAILED: the host answered, and must still be asked to stop its rank.
+        """
+        doing = f"logs of {rank_id[:12]}"
+        with self._translated(doing):
+            tty = _object(self._api().inspect_container(rank_id))["Config"]["Tty"]
             query = {"stdout": 1, "stderr": 1, "follow": int(follow), "timestamps": 0, "tail": "all"}
-            timeout = None if follow else START_S
-            with self._streamed("GET", f"/containers/{rank_id}/logs", timeout, **query) as raw:
+            timeout, path = None if follow else START_S, f"/containers/{rank_id}/logs"
+            with self._streamed("GET", path, timeout, **query) as raw, self._translated(doing, "DOCKER_FAILED"):
                 yield from iter(lambda: raw.read1(1 << 16), b"") if tty else (data for _, data in frames(raw))
 
     @contextmanager
@@ -423,6 +445,13 @@ class DockerHost:
 
 
 # --- pure readings
+
+
+def _object(answer: Any) -> Mapping[str, Any]:
+    """Of an answer with nothing in it nothing follows, least of all that a container is gone. Raises ValueError."""
+    if not isinstance(answer, dict) or not answer:
+        raise ValueError(f"expected an object with something in it, found {str(answer)[:40]!r}")
+    return answer
 
 
 def agreed_version(host: str, told: Mapping[str, Any], environ: Mapping[str, str]) -> str:
@@ -524,13 +553,18 @@ def _said(error: APIError) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason: requests wraps urllib3, which wraps the system's error."""
+    """The innermost reason that says something: requests wraps urllib3, which wraps the system's error.
+
+    What a parser stumbled over is no reason; the error that it is wrapped in is.
+    """
     seen: list[BaseException] = []
     inner: BaseException | None = error
     while inner is not None and inner not in seen and not isinstance(inner, TimeoutError):
+        if seen and isinstance(inner, (ValueError, StopIteration)):
+            break
         seen.append(inner)
         reason = getattr(inner, "reason", None)
         inner = reason if isinstance(reason, BaseException) else inner.__cause__ or inner.__context__
     if isinstance(inner, TimeoutError):
         return "no answer in time"
-    return str(seen[-1]) or type(seen[-1]).__name__
+    return next(filter(None, map(str, reversed(seen))), type(seen[-1]).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,21 @@ def known_keys(name: str, files: Iterable[Path]) -> tuple[Known, ...]:
     return tuple(known for path in files for known in _in_file(name, path))
 
 
+def unreadable(files: Iterable[Path]) -> tuple[str, ...]:
+    """The files that are there and cannot be read, with the reason."""
+    return tuple(why for path in files if (why := _why_unreadable(path)))
+
+
+def _why_unreadable(path: Path) -> str:
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return ""
+
+
 def _in_file(name: str, path: Path) -> Iterator[Known]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -77,8 +92,11 @@ def _names(field: str, name: str) -> bool:
     return host_matches(name, field.split(","))
 
 
-def check_host_key(host: str, target: Target, key: HostKey, known: Iterable[Known]) -> None:
-    """Accept only a known key. Raises HOST_KEY_UNKNOWN or HOST_KEY_CHANGED with host, port, type, fingerprint and a command."""
+def check_host_key(host: str, target: Target, key: HostKey, known: Iterable[Known], notes: Sequence[str] = ()) -> None:
+    """Accept only a known key. Raises HOST_KEY_UNKNOWN or HOST_KEY_CHANGED with host, port, type, fingerprint and a command.
+
+    `notes` is why a key may be missing among the known ones.
+    """
     known = tuple(known)
     where = f"{target.host} port {target.port}"
     offered = f"{key.kind} key {key.fingerprint}"
@@ -100,7 +118,7 @@ def check_host_key(host: str, target: Target, key: HostKey, known: Iterable[Know
     raise HostError(
         "HOST_KEY_UNKNOWN",
         f"{host}: the host key of {where} is not known: it offers {offered}, and no known_hosts file has such a key for "
-        f"{target.known_name}{f' (only {others})' if others else ''}. Compare it with the host's own: {command}",
+        f"{target.known_name}{f' (only {others})' if others else ''}{''.join(f'; {note}' for note in notes)}. Compare it with the host's own: {command}",
     )
 
 

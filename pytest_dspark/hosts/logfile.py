@@ -95,8 +95,15 @@ class LogSink:
                 file.seek(0, os.SEEK_END)
                 file.write(ROTATED)
                 self._base = file.tell() - position
-            file.write(chunk)
+            _write(file, chunk)
         return position + len(chunk)
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    """All of it: an unbuffered file takes a part where the disk becomes full. Raises OSError for the rest."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _beside(path: Path) -> Path:

@@ -3,37 +3,40 @@ too few. No prompt, no new host key, no proxy."""
 
 from __future__ import annotations
 
-import base64
 import io
+import logging
 import secrets
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import paramiko
-from paramiko.pkey import UnknownKeyType
 
 from pytest_dspark.cluster import Output
 from pytest_dspark.errors import HostError
 from pytest_dspark.hosts import known_hosts, ssh_config
 from pytest_dspark.hosts.known_hosts import HostKey, Known, check_host_key
 from pytest_dspark.hosts.ssh_config import Target
+from pytest_dspark.hosts.ssh_keys import BoundedAgent, Keys
 
 CONNECT_S = 10.0
 KEEPALIVE_S = 15
+# What was sent and is not acknowledged for so long ends the connection; the kernel alone would try for a quarter of an hour.
+SILENT_S = 30.0
 EXIT_S = 1.0
 MAX_KEYS = 5
 MAX_COMMANDS = 4
 MAX_CONNECTIONS = 8
 MAX_OUTPUT = 10 * 1024 * 1024
 MAX_NOISE = 256 * 1024
-DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+# Else Python's last resort prints the tracebacks that paramiko logs beside the errors that it raises.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 MARKED = 'echo "$1"; echo "$1" >&2; shift; exec "$@"'
 NO_INPUT = 'exec "$@" </dev/null'
 
@@ -45,7 +48,7 @@ class Places:
     configs: tuple[Path, ...] = field(default_factory=ssh_config.default_configs)
     known_hosts: tuple[Path, ...] = field(default_factory=known_hosts.default_files)
     keys: Path = field(default_factory=lambda: Path.home() / ".ssh")
-    agent: Callable[[], paramiko.Agent] = paramiko.Agent
+    agent: Callable[[], paramiko.Agent] = BoundedAgent
 
 
 class SshConnection:
@@ -60,6 +63,7 @@ class SshConnection:
         self._lock, self._commands = threading.Lock(), threading.BoundedSemaphore(MAX_COMMANDS)
         self._opening = threading.Lock()
         self._transports: list[paramiko.Transport] = []
+        self._failure: tuple[float, HostError] | None = None
         self._closed = False
 
     def run(self, argv: Sequence[str], *, timeout: float = 10.0) -> Output:
@@ -75,26 +79,29 @@ class SshConnection:
         try:
             yield channel, mark
         finally:
-            channel.close()
+            _end(channel)
 
     def open(self, argv: Sequence[str]) -> tuple[paramiko.Channel, bytes]:
         """A channel in which the command begins, past whatever the shell's start-up files printed; and the mark it wrote."""
-        mark = secrets.token_hex(8)
-        channel = self._session()
-        channel.settimeout(CONNECT_S)
-        channel.exec_command(shlex.join(["sh", "-c", MARKED, "sh", mark, *argv]))
-        noise, end = bytearray(), f"{mark}\n".encode()
-        while missing := _missing(noise, end):
-            more = channel.recv(missing) if len(noise) < MAX_NOISE else b""
-            if not more:
-                stderr = channel.makefile_stderr("rb").read() if channel.eof_received else b""
-                channel.close()
-                said = (bytes(noise) + b" " + stderr).decode("utf-8", "replace").strip()[-300:]
-                raise HostError(
-                    "HOST_UNREACHABLE", f"{self.name}: the login shell did not run the command, it said: {said}"
-                )
-            noise += more
-        return channel, end
+        mark, channel = secrets.token_hex(8), self._session()
+        line = shlex.join(["sh", "-c", MARKED, "sh", mark, *argv])
+        began = time.monotonic()
+        try:
+            with _closed_after(CONNECT_S, channel):
+                channel.exec_command(line)
+                noise = _read_past(channel, f"{mark}\n".encode())
+        except paramiko.SSHException as error:
+            if time.monotonic() - began >= CONNECT_S:
+                raise TimeoutError from error
+            raise
+        if noise is None:
+            return channel, f"{mark}\n".encode()
+        if not channel.get_transport().is_active():
+            raise ConnectionResetError("the connection was lost")
+        late = f" within {CONNECT_S:g} s" if time.monotonic() - began >= CONNECT_S else ""
+        _end(channel)
+        what = f"the login shell did not run the command{late}, it said: {noise or 'nothing'}"
+        raise HostError("HOST_UNREACHABLE", f"{self.name}: {what}")
 
     def dial_docker(self) -> ChannelSocket:
         """A link to the host's Docker engine. Raises HOST_UNREACHABLE; that docker is missing shows at the first request."""
@@ -123,13 +130,24 @@ class SshConnection:
             self._opening.release()
 
     def _connected(self, place: int) -> paramiko.Transport:
+        """Whoever waited while an attempt of another thread failed has his answer too: no queue of time-outs."""
+        asked = time.monotonic()
         with self._lock:
             if self._closed:
                 raise HostError("HOST_UNREACHABLE", f"{self.name}: the connection was closed by this program")
             if place == len(self._transports) or not self._transports[place].is_active():
-                with self._translated():
-                    self._transports[place : place + 1] = [connect(self.name, self.target, self._places)]
+                if self._failure and self._failure[0] > asked:
+                    raise HostError(self._failure[1].code, self._failure[1].message)
+                self._transports[place : place + 1] = [self._connect()]
             return self._transports[place]
+
+    def _connect(self) -> paramiko.Transport:
+        try:
+            with self._translated():
+                return connect(self.name, self.target, self._places)
+        except HostError as error:
+            self._failure = (time.monotonic(), error)
+            raise
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -137,17 +155,46 @@ class SshConnection:
             yield
         except TimeoutError as error:
             raise HostError("HOST_UNREACHABLE", f"{self.name}: {self.target} did not answer in time") from error
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            raise HostError(
-                "HOST_UNREACHABLE", f"{self.name}: ssh to {self.target}: {error or type(error).__name__}"
-            ) from error
+        except (paramiko.SSHException, OSError, EOFError, UnicodeError) as error:
+            why = "it closed the connection" if isinstance(error, EOFError) else str(error) or type(error).__name__
+            raise HostError("HOST_UNREACHABLE", f"{self.name}: ssh to {self.target}: {why}") from error
 
     def close(self) -> None:
         """End the connection with every channel; whoever reads from one sees its end."""
+        self._closed = True  # before the lock: who waits for it must not connect first
         with self._lock:
-            self._closed = True
             for transport in self._transports:
                 transport.close()
+
+
+def _end(channel: paramiko.Channel) -> None:
+    """Close it; where the connection is gone there is nobody to tell."""
+    with suppress(EOFError, OSError):
+        channel.close()
+
+
+@contextmanager
+def _closed_after(seconds: float, channel: paramiko.Channel) -> Iterator[None]:
+    """paramiko waits without a limit for the answer to `exec`; a channel that is closed wakes it, and whoever reads."""
+    timer = threading.Timer(seconds, _end, [channel])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _read_past(channel: paramiko.Channel, end: bytes) -> str | None:
+    """Read the output up to `end` and no byte further; if it never comes, returns what came instead."""
+    noise = bytearray()
+    while missing := _missing(noise, end):
+        more = channel.recv(missing) if len(noise) < MAX_NOISE else b""
+        if not more:
+            stderr = channel.makefile_stderr("rb").read() if channel.eof_received else b""
+            return (bytes(noise) + b" " + stderr).decode("utf-8", "replace").strip()[-300:]
+        noise += more
+    return None
 
 
 def _missing(noise: bytearray, end: bytes) -> int:
@@ -164,19 +211,33 @@ def connect(name: str, target: Target, places: Places) -> paramiko.Transport:
     known = known_hosts.known_keys(target.known_name, files)
     link = socket.create_connection((target.host, target.port), timeout=CONNECT_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
     transport = paramiko.Transport(link)
     try:
-        transport.banner_timeout = transport.auth_timeout = CONNECT_S
+        transport.banner_timeout, transport.auth_timeout = 2 * CONNECT_S, CONNECT_S
         _prefer_known(transport, known)
-        transport.start_client(timeout=CONNECT_S)
+        _greet(transport)
         key = transport.get_remote_server_key()
-        check_host_key(name, target, HostKey(key.get_name(), key.asbytes()), known)
+        check_host_key(name, target, HostKey(key.get_name(), key.asbytes()), known, known_hosts.unreadable(files))
         _authenticate(name, target, transport, places)
         transport.set_keepalive(KEEPALIVE_S)
     except BaseException:
         transport.close()
         raise
     return transport
+
+
+def _greet(transport: paramiko.Transport) -> None:
+    """Banner and key exchange. When the time is up paramiko returns as if all were well, if its banner has more."""
+    try:
+        transport.start_client(timeout=CONNECT_S)
+    except paramiko.SSHException as error:
+        if transport.remote_version:
+            raise
+        what = "no ssh banner came from there: another service, or sshd with too many clients (MaxStartups)"
+        raise paramiko.SSHException(what) from error
+    if not transport.initial_kex_done:
+        raise TimeoutError
 
 
 def _prefer_known(transport: paramiko.Transport, known: Sequence[Known]) -> None:
@@ -190,83 +251,39 @@ def _plain(kind: str) -> str:
     return "ssh-rsa" if kind.startswith("rsa-sha2") else kind
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    key: paramiko.PKey
-    label: str
-
-
 def _authenticate(name: str, target: Target, transport: paramiko.Transport, places: Places) -> None:
-    """Configured key files first, then the default ones, then the agent's; five tries at most (servers allow six)."""
+    """The keys in their order, five tries at most (servers allow six). Raises SSH_AUTH_FAILED with what was tried."""
+    keys = Keys(name, target, places.keys)
     tried: list[str] = []
-    notes: list[str] = []
-    with closing(places.agent()) as agent:
-        for candidate in _candidates(name, target, places, agent, notes):
-            if len(tried) == MAX_KEYS or not transport.is_active():
-                notes.append("more keys were not tried")
+    with closing(keys.candidates(places.agent)) as candidates:
+        for candidate in candidates:
+            if len(tried) == MAX_KEYS:
+                keys.notes.append("more keys were not tried")
                 break
             tried.append(candidate.label)
-            if _accepts(transport, target.user, candidate.key):
+            why = _refusal(transport, target.user, candidate.key)
+            if transport.is_authenticated():
                 return
-    text = f"tried {', '.join(tried) or 'no key: there is none'}{''.join(f'; {note}' for note in notes)}"
+            keys.notes.extend({why} - {"", *keys.notes})
+            if not transport.is_active():
+                keys.notes.append("the connection ended, more keys were not tried")
+                break
+    text = f"tried {', '.join(tried) or 'no key: there is none'}{''.join(f'; {note}' for note in keys.notes)}"
     raise HostError("SSH_AUTH_FAILED", f"{name}: {target} accepted no key; {text}")
 
 
-def _accepts(transport: paramiko.Transport, user: str, key: paramiko.PKey) -> bool:
-    with suppress(paramiko.AuthenticationException):
-        transport.auth_publickey(user, key)
-    return transport.is_authenticated()
-
-
-def _candidates(
-    name: str, target: Target, places: Places, agent_: paramiko.Agent, notes: list[str]
-) -> Iterator[_Candidate]:
-    agent = {key.asbytes(): _Candidate(key, _agent_label(key)) for key in agent_.get_keys()}
-    seen: set[bytes] = set()
-    defaults = [] if target.identities_only else [places.keys / key for key in DEFAULT_KEYS]
-    files = [(path, True) for path in target.identities] + [(path, False) for path in defaults]
-    for path, configured in files:
-        found = _from_file(name, path, agent, notes, configured=configured)
-        if found and found.key.asbytes() not in seen:
-            seen.add(found.key.asbytes())
-            yield found
-    for blob, candidate in agent.items():
-        if blob not in seen and not target.identities_only:
-            yield candidate
-
-
-def _agent_label(key: paramiko.PKey) -> str:
-    return f"agent key {key.get_name()} {getattr(key, 'comment', '')}".strip()
-
-
-def _from_file(
-    name: str, path: Path, agent: Mapping[bytes, _Candidate], notes: list[str], *, configured: bool
-) -> _Candidate | None:
-    """The key of a file; of an encrypted one the agent's copy. A configured one that cannot be used is an error at once."""
-    if not path.exists():
-        if configured:
-            notes.append(f"IdentityFile {path} is not there")
-        return None
+def _refusal(transport: paramiko.Transport, user: str, key: paramiko.PKey) -> str:
+    """Offer a key; returns why it was not enough, as far as that was said. Raises TimeoutError, OSError."""
+    deadline = time.monotonic() + CONNECT_S
     try:
-        return _Candidate(paramiko.PKey.from_path(path), str(path))
-    except (TypeError, paramiko.PasswordRequiredException):
-        held = agent.get(_public_blob(path))
-        if held:
-            return held
-        problem = f"key {path} is encrypted and the agent does not hold it"
-    except (ValueError, OSError, paramiko.SSHException, UnknownKeyType) as error:
-        problem = f"key {path} cannot be used: {error}"
-    if configured:
-        raise HostError("SSH_AUTH_FAILED", f"{name}: {problem}")
-    notes.append(problem)
-    return None
-
-
-def _public_blob(path: Path) -> bytes:
-    try:
-        return base64.b64decode(path.with_name(path.name + ".pub").read_text(encoding="utf-8").split()[1])
-    except (OSError, IndexError, ValueError):
-        return b""
+        more = transport.auth_publickey(user, key)
+    except paramiko.BadAuthenticationType as error:
+        return f"the host allows {', '.join(error.allowed_types)} only"
+    except paramiko.SSHException as error:
+        if time.monotonic() >= deadline:
+            raise TimeoutError from error
+        return "" if isinstance(error, paramiko.AuthenticationException) else str(error)
+    return f"the host asks for {', '.join(more)} beside a key" if more else ""
 
 
 # --- one command
@@ -307,6 +324,15 @@ def _drain(channel: paramiko.Channel, stdout: bytearray, stderr: bytearray) -> b
 # --- Docker's API through `docker system dial-stdio`
 
 
+@contextmanager
+def _as_a_socket() -> Iterator[None]:
+    """paramiko raises EOFError where a message could not be sent, even in recv; no HTTP library expects that."""
+    try:
+        yield
+    except EOFError as error:
+        raise ConnectionResetError("the ssh connection was lost") from error
+
+
 class _ChannelReader(io.RawIOBase):
     """The reading side of a channel as a file; the channel stays open until this is closed too."""
 
@@ -317,7 +343,8 @@ class _ChannelReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._owner.channel.recv(len(buffer))
+        with _as_a_socket():
+            data = self._owner.channel.recv(len(buffer))
         buffer[: len(data)] = data
         if not data:
             self._owner.channel.status_event.wait(EXIT_S)
@@ -361,21 +388,22 @@ class ChannelSocket:
         return io.BufferedReader(_ChannelReader(self), 1 << 16)
 
     def sendall(self, data: bytes) -> None:
-        self.channel.sendall(data)
+        with _as_a_socket():
+            self.channel.sendall(data)
 
     def settimeout(self, seconds: float | None) -> None:
         self.channel.settimeout(seconds)
 
     def shutdown(self, how: int) -> None:
         """Wake whoever reads."""
-        self.channel.close()
+        _end(self.channel)
 
     def reader_closed(self) -> None:
         self._readers -= 1
         if self._closed and not self._readers:
-            self.channel.close()
+            _end(self.channel)
 
     def close(self) -> None:
         self._closed = True
         if not self._readers:
-            self.channel.close()
+            _end(self.channel)

@@ -75,8 +75,9 @@ class Target:
 
     @property
     def known_name(self) -> str:
-        """The host as known_hosts writes it."""
-        return self.host if self.port == SSH_PORT else f"[{self.host}]:{self.port}"
+        """The host as known_hosts writes it, and hashes it: in small letters."""
+        host = self.host.lower()
+        return host if self.port == SSH_PORT else f"[{host}]:{self.port}"
 
     def __str__(self) -> str:
         return f"{self.user}@[{self.host}]:{self.port}" if ":" in self.host else f"{self.user}@{self.host}:{self.port}"
@@ -127,7 +128,7 @@ def resolve(name: str, address: Address, configs: Sequence[Path]) -> Target:
         port=address.port or _port(name, found.value("port", str(SSH_PORT))),
         user=user,
         identities=tuple(_paths(name, dict.fromkeys(found.identities), tokens)),
-        identities_only=found.value("identitiesonly", "no").lower() == "yes",
+        identities_only=found.value("identitiesonly", "no").lower() in ("yes", "true"),
         known_hosts=_known_hosts(name, found, tokens),
     )
 
@@ -135,7 +136,14 @@ def resolve(name: str, address: Address, configs: Sequence[Path]) -> Target:
 def _paths(name: str, texts: Iterable[str], tokens: dict[str, str]) -> Iterator[Path]:
     for text in texts:
         if text.lower() != "none":
-            yield Path(_expand(name, text, tokens)).expanduser()
+            yield _home(name, _expand(name, text, tokens))
+
+
+def _home(name: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise HostError("SSH_CONFIG_UNSUPPORTED", f"{name}: there is no such home folder here: {text}") from error
 
 
 def _known_hosts(name: str, found: _Found, tokens: dict[str, str]) -> tuple[Path, ...] | None:
@@ -175,7 +183,7 @@ def _active(name: str, path: Path, host: str, depth: int = 0) -> Iterator[_Line]
         elif holds and line.key == "include":
             if depth == INCLUDE_DEPTH:
                 raise _unsupported(name, f"{line.where}: Include deeper than {INCLUDE_DEPTH} files")
-            for inner in _included(path, line.words):
+            for inner in _included(name, path, line):
                 for found in _active(name, inner, host, depth + 1):
                     yield _Line(found.key, found.words, found.where, found.match or match)
         elif holds:
@@ -183,16 +191,24 @@ def _active(name: str, path: Path, host: str, depth: int = 0) -> Iterator[_Line]
 
 
 def _lines(name: str, path: Path) -> Iterator[_Line]:
-    """Keyword and words of every line; keywords in any case, `key value` or `key=value`, `#` begins a comment."""
+    """Keyword and words of every line; keywords in any case, `key value` or `key=value`, `#` begins a comment.
+
+    Raises SSH_CONFIG_UNSUPPORTED for any other line, as ssh does: a byte order mark would hide a `Host`.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
     except OSError as error:
         raise HostError("SSH_CONFIG_UNSUPPORTED", f"{name}: {path} cannot be read: {error}") from error
-    for number, raw in enumerate(text.splitlines(), 1):
-        found = re.match(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)", raw)
-        if found and not raw.lstrip().startswith("#"):
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.strip()
+        found = re.match(r"(\w+)(?:\s*=\s*|\s+)(.*)", line)
+        if line and not found and not line.startswith("#"):
+            raise HostError(
+                "SSH_CONFIG_UNSUPPORTED", f"{name}: {path}:{number}: expected KEYWORD VALUE, found {line!r}"
+            )
+        if found:
             yield _Line(found.group(1).lower(), _words(found.group(2)), f"{path}:{number}")
 
 
@@ -203,11 +219,13 @@ def _words(text: str) -> tuple[str, ...]:
         return tuple(text.split())
 
 
-def _included(path: Path, words: Iterable[str]) -> Iterator[Path]:
+def _included(name: str, path: Path, line: _Line) -> Iterator[Path]:
     """Files of an Include; a relative name lies in the folder of the configuration that includes it."""
     base = Path("/etc/ssh") if path.is_relative_to("/etc/ssh") else Path.home() / ".ssh"
-    for word in words:
-        yield from map(Path, sorted(glob.glob(str(base / Path(word).expanduser()))))
+    for word in line.words:
+        if "%" in word or "${" in word:
+            raise _unsupported(name, f"{line.where}: a token in Include {word}")
+        yield from map(Path, sorted(glob.glob(str(base / _home(name, word)))))
 
 
 def host_matches(host: str, patterns: Iterable[str]) -> bool:
