@@ -84,11 +84,10 @@ class SshConnection:
     def open(self, argv: Sequence[str]) -> tuple[paramiko.Channel, bytes]:
         """A channel in which the command begins, past whatever the shell's start-up files printed; and the mark it wrote."""
         mark, channel = secrets.token_hex(8), self._session()
-        line = shlex.join(["sh", "-c", MARKED, "sh", mark, *argv])
         began = time.monotonic()
         try:
             with _closed_after(CONNECT_S, channel):
-                channel.exec_command(line)
+                channel.exec_command(shlex.join(["sh", "-c", MARKED, "sh", mark, *argv]))
                 noise = _read_past(channel, f"{mark}\n".encode())
         except paramiko.SSHException as error:
             if time.monotonic() - began >= CONNECT_S:
