@@ -26,7 +26,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from pytest_dspark.errors import ConfigError, EndpointError
-from pytest_dspark.metrics import Metrics, read_metrics
+from pytest_dspark.metrics import Metrics, read_metrics, whole
 from pytest_dspark.reply import (
     EXCERPT,
     Reply,
@@ -551,7 +551,7 @@ def _pump(raw: urllib3.HTTPResponse, watch: Watch, reader: StreamReader) -> None
 
 def _card(entry: Mapping[str, Any]) -> ModelCard:
     value = entry.get("max_model_len")
-    number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+    number = whole(value) if isinstance(value, str) else value
     good = isinstance(number, int) and not isinstance(number, bool) and number > 0
     problem = "" if good else f"max_model_len is {value!r}, expected a number"
     return ModelCard(str(entry.get("id", "")), number if good else None, str(entry.get("root") or ""), problem)

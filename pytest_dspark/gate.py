@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_dspark import freeze, identity, manifest, weights
-from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
+from pytest_dspark import freeze, identity, manifest, strictjson, weights
+from pytest_dspark.answers import equal, judge_code, judge_exact, judge_json, judge_number
 from pytest_dspark.behaviour import Observation
 from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
 from pytest_dspark.errors import DsparkError
@@ -359,13 +359,14 @@ def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Any) -> tupl
     if names != [tool]:
         return False, f"tool calls are {names}, expected exactly one of {tool}"
     try:
-        arguments = json.loads(calls[0][1])
-    except ValueError:
-        return False, f"tool arguments are no JSON: {calls[0][1][:200]!r}"
+        arguments = strictjson.loads(calls[0][1])
+    except (ValueError, RecursionError) as error:
+        return False, f"tool arguments are no JSON ({error}): {calls[0][1][:200]!r}"
     if isinstance(wanted, Mapping):
-        good = isinstance(arguments, dict) and all(arguments.get(key) == value for key, value in wanted.items())
+        given = arguments if isinstance(arguments, dict) else {}
+        good = all(key in given and equal(given[key], value) for key, value in wanted.items())
     else:
-        good = arguments == wanted
+        good = equal(arguments, wanted)
     if not good:
         return False, f"tool arguments are {arguments!r}, expected {wanted!r}"
     return True, ""

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import leaves, name_of, with_leaf
+from scripted import SSE, Scripted, delta, usage, whole
 
 from pytest_dspark.cluster import cluster_from, load_cluster
+from pytest_dspark.endpoint import Asked, Endpoint
 from pytest_dspark.errors import DsparkError
+from pytest_dspark.gate import judge_tool
 from pytest_dspark.hosts import known_hosts, ssh_config
 from pytest_dspark.logs import read_log
 from pytest_dspark.metrics import read_metrics
@@ -181,6 +185,67 @@ def test_plain_answer(value):
     if isinstance(value, dict):
         ours(lambda: plain_reply(value, {}, "", TIMING))
     ours(lambda: plain_reply({"choices": [value]}, {}, "", TIMING))
+
+
+CHOICE = {
+    "index": 0,
+    "text": "a",
+    "delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]},
+    "message": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    "logprobs": {
+        "content": [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "a", "logprob": -0.5}]}],
+        "tokens": ["a"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"a": -0.5}],
+    },
+    "finish_reason": "stop",
+}
+
+
+@pytest.mark.parametrize("value", [None, 5, True, "x", [], [7], [[1]], {}, {"a": "b"}, [None]], ids=repr)
+@pytest.mark.parametrize("path", [path for path, _ in leaves(CHOICE)], ids=lambda path: name_of(path, ""))
+def test_an_answer_with_any_part_of_another_kind(path, value):
+    for part in {path[:end] for end in range(1, len(path) + 1)}:
+        data = {"choices": [with_leaf(CHOICE, part, value)], "usage": {"completion_tokens": 1}}
+        reader = StreamReader()
+        packet = b"data: " + json.dumps(data).encode() + b"\n\n"
+        ours(lambda reader=reader, packet=packet: reader.feed(packet, 0.0) and reader.reply({}, "", TIMING))
+        ours(lambda data=data: plain_reply(data, {}, "", TIMING))
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (SSE.replace(b"\r\n\r\n", f"\r\ncontent-length: {LONG}\r\n\r\n".encode()), "ok"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000 + SSE, "ok"),
+        (whole(b"[" * 100_000, status="500 Broken"), "SERVER_ERROR"),
+    ],
+    ids=["length", "100", "deep"],
+)
+@pytest.mark.parametrize("reader", ["loop", "threads"])
+def test_an_answer_that_no_server_gives_ends_its_own_stream_alone(answer, said, reader):
+    body = delta("stop", content="ok") + usage(1) + b"data: [DONE]\n\n"
+    with Scripted((answer + (body if said == "ok" else b""),), (SSE + body,)) as server:
+        asked = [Asked({"prompt": "x"}), Asked({"prompt": "x"}, due_s=0.1)]
+        first, second = Endpoint(server.url, "m", reader=reader).stream_many(asked, places=1)
+    assert said in (getattr(first, "text", ""), getattr(first, "code", "")) and second.text == "ok"
+
+
+def test_a_number_of_a_server_that_is_no_number():
+    with Scripted((whole({"data": [{"id": "m", "max_model_len": LONG}]}),)) as server:
+        (card,) = Endpoint(server.url, "m").models()
+    assert card.max_model_len is None and "expected a number" in card.problem
+    pool = read_metrics(f'vllm:cache_config_info{{kv_cache_size_tokens="{LONG}"}} 1\n').kv_pool
+    assert pool.value is None and "kv_cache_size_tokens" in pool.reason
+
+
+@pytest.mark.parametrize("said", ["[" * 100_000, '{"a": 1, "a": 1}', '{"a": true}', '{"a": NaN}', f'{{"a": {LONG}}}'])
+def test_arguments_of_a_tool_that_are_no_json_are_wrong(said):
+    ok, message = judge_tool([("f", said)], "f", {"a": 1})
+    assert not ok and message
 
 
 @FEW
