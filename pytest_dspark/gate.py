@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_dspark import freeze, identity, manifest, strictjson, weights
 from pytest_dspark.answers import equal, judge_code, judge_exact, judge_json, judge_number
 from pytest_dspark.behaviour import Observation
-from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
+from pytest_dspark.comparison import Comparison, Sheet, broken, hold, judge, sentence
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.garble import garbled
 from pytest_dspark.identity import Rank, serve_argv, without_rank
@@ -377,12 +377,7 @@ def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Any) -> tupl
 
 def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> dict[str, Any]:
     """runtime-gate.json: schema_version 3, status, evidence a rank, errors[]; and our requirements beside it."""
-    errors = [
-        sentence(comparison)
-        for finding in report.findings.values()
-        for comparison in finding.data["comparisons"]
-        if not hold(comparison)
-    ]
+    errors = broken({name: finding.data for name, finding in report.findings.items()})
     return {
         "schema_version": 3,
         "status": "FAIL" if errors else "PASS",
