@@ -436,10 +436,10 @@ def derive(target: Path, *, drawn: bool = False) -> None:
     answer = pack.answer(made)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
-        _put(target / OPTION2, option2.page(*parts).encode())
-    _put(target / REPORT, report.report(made, drawn=drawn).encode())
+        _put(target / OPTION2, option2.page(*parts).encode("utf-8", "backslashreplace"))
+    _put(target / REPORT, report.report(made, drawn=drawn).encode("utf-8", "backslashreplace"))
     sums = {name: value for name, value in sums_of(target).items() if name != PAGE}
-    _put(target / PAGE, page.page(made, answer, sums).encode())
+    _put(target / PAGE, page.page(made, answer, sums).encode("utf-8", "backslashreplace"))
     sums = sums_of(target)
     _put(target / SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())).encode())
     if not statement.unproven(made):

@@ -150,7 +150,7 @@ def composed(folder: Path, *, allowed_signers: Path | None = None) -> Report:
 def _joined(folder: Path) -> Iterator[Problem]:
     parts = [composition.read_part(mark, folder / mark, mark) for mark in option2.MARKS]
     yield from (Problem(composition.NAME, why) for why in option2.disagreements(*parts))
-    if pack.raw(folder / OPTION2) != option2.page(*parts).encode():
+    if pack.raw(folder / OPTION2) != option2.page(*parts).encode("utf-8", "backslashreplace"):
         yield Problem(OPTION2, "is not the page that the packs make")
     told = {
         part.mark: {"run": part.pack.run["run"], "statement": provenance.file_sha256(folder / part.mark / STATEMENT)}
@@ -858,7 +858,7 @@ def _derived(found: Pack, sums: Mapping[str, str], *, pages: bool) -> Iterator[P
 
 def _pages(found: Pack, answer: Outcome, sums: Mapping[str, str]) -> Iterator[Problem]:
     without = {name: value for name, value in sums.items() if name != PAGE}
-    if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode():
+    if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode("utf-8", "backslashreplace"):
         yield Problem(PAGE, "is not the page that the pack's files make")
     yield from (Problem(REPORT, why) for why in report.problems(found))
 
@@ -871,7 +871,10 @@ def _option2(found: Pack, answer: Outcome, *, proven: bool) -> Iterator[Problem]
             yield Problem(OPTION2, "is there, although the run has not proven both profiles")
         return
     parts = [option2.Part(mark, found, answer) for mark in option2.MARKS]
-    if not there or (_comparable(found) and pack.raw(found.path / OPTION2) != option2.page(*parts).encode()):
+    if not there or (
+        _comparable(found)
+        and pack.raw(found.path / OPTION2) != option2.page(*parts).encode("utf-8", "backslashreplace")
+    ):
         yield Problem(OPTION2, "is not the page that the pack's files make")
 
 

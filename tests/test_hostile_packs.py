@@ -127,6 +127,22 @@ def test_data_of_another_shape_is_a_problem_and_no_traceback(folder):
     assert forged(folder, "sources.json", lambda data: data["files"].update(more="text"))
 
 
+def test_half_a_character_of_a_server_is_published_and_verified(folder):
+    """JSON may hold half of a pair, which no file in UTF-8 can."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    odd = json.loads('"half \\ud83d of a pair"')
+    for row in rows:
+        row.pop("seal")
+        if row["check"] == "gate.image":
+            row["finding"]["recorded"] = [odd]
+            row["message"] += f"; recorded: {odd}"
+    publish._seal(folder / "rows.jsonl", rows[0]["run"], rows)
+    publish.derive(folder)
+    said = [str(one) for one in verify.examine(folder, pages=True).problems]
+    assert said and all("gate.image" in one or "requirements.image" in one or "junit" in one for one in said)
+    assert all(b"half \\ud83d of" in (folder / name).read_bytes() for name in ("PACK.md", "report.html"))
+
+
 def test_a_check_that_nobody_has_is_a_problem_of_the_pack_and_no_wrong_option(folder):
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     rows[-1]["check"] = "teardown~"
