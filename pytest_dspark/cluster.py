@@ -314,7 +314,7 @@ def load_cluster(path: Path) -> Cluster:
     """Read a cluster file. Raises ConfigError (CLUSTER_INVALID) that names the file, the entry and the key."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("CLUSTER_INVALID", f"{path}: {error}") from error
     return cluster_from(data, source=str(path))
 

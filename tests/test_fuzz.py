@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from mutations import leaves, name_of, with_leaf
 from scripted import SSE, Scripted, delta, usage, whole
 
+from pytest_dspark import inventory, manifest
 from pytest_dspark.cluster import cluster_from, load_cluster
 from pytest_dspark.endpoint import Asked, Endpoint
-from pytest_dspark.errors import DsparkError
+from pytest_dspark.errors import ConfigError, DsparkError
 from pytest_dspark.gate import judge_tool
 from pytest_dspark.hosts import known_hosts, ssh_config
 from pytest_dspark.logs import read_log
@@ -325,3 +326,37 @@ def test_ssh_files(tmp_path, data, line):
 def test_deep_and_long_json_of_a_server_is_our_error(text):
     reader = StreamReader()
     ours(lambda: reader.feed(f"data: {text}\n\n".encode(), 0.0))
+
+
+@pytest.mark.parametrize(
+    "text", [f"x = {LONG}", f"x = {'[' * 20_000}{']' * 20_000}", f"x = {'{a=' * 3000}1{'}' * 3000}"]
+)
+@pytest.mark.parametrize("load", [load_cluster, load_recipe])
+def test_deep_and_long_toml_is_our_error(tmp_path, load, text):
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.toml"):
+        load(tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[" * 100_000,
+        LONG,
+        "[]",
+        "",
+        '{"packages": 5}',
+        '{"packages": {"a": 1}}',
+        '{"hashes": {"a": [1]}}',
+        '{"kernel": 1}',
+    ]
+    + ['{"packages": {"a": "1", "a": "2"}}'],
+)
+def test_what_a_rank_says_of_itself_in_another_shape_is_no_inventory_and_no_manifest(said):
+    assert "printed no inventory" in inventory.parse(said).missing
+    assert inventory.parse('{"packages": {"a": "1"}, "hashes": {"a": null, "b": {"c": null}}}').packages == {"a": "1"}
+    assert said[:1] == "{" or manifest.parse(said) is None
+
+
+def test_a_manifest_with_a_key_twice_has_no_meaning():
+    assert manifest.parse('{"vllm_version": "1", "vllm_version": "2"}') is None
