@@ -41,6 +41,7 @@ from pytest_dspark.reply import (
     read_json,
     short,
 )
+from pytest_dspark.sanitize import mask_text
 from pytest_dspark.streams import Limits, Loop, Progress, Route
 from pytest_dspark.wire import (
     ARRIVAL,
@@ -427,9 +428,8 @@ class Endpoint:
     def _checked(self, answer: _Answer) -> _Answer:
         if answer.status == 200:
             return answer
-        text = error_message(answer.body)
-        if self._key:
-            text = text.replace(self._key, "***")
+        body = mask_text(answer.body.decode("utf-8", "replace"), [self._key])  # before it is cut, which may halve a key
+        text = error_message(body.encode())
         error = RequestError("SERVER_ERROR", f"{self._root}: HTTP {answer.status}: {text}")
         error.status = answer.status
         raise error

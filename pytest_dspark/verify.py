@@ -772,6 +772,10 @@ def _suites(found: Pack) -> Iterator[Problem]:
             name
         ):
             yield Problem(path, "is not the suite whose sha256 versions.json says")
+    if found.versions["changes"] and not any("own files are changed" in str(one) for one in found.run["stated"]):
+        yield Problem(
+            "run.json", "stated does not say that pytest-dspark's own files are changed, as versions.json does"
+        )
     if _comparable(found):
         yield from _like_ours(found)
 

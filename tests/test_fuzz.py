@@ -360,3 +360,12 @@ def test_what_a_rank_says_of_itself_in_another_shape_is_no_inventory_and_no_mani
 
 def test_a_manifest_with_a_key_twice_has_no_meaning():
     assert manifest.parse('{"vllm_version": "1", "vllm_version": "2"}') is None
+
+
+@pytest.mark.parametrize("before", [480, 495, 499])
+def test_a_key_that_a_server_repeats_is_not_cut_in_half_and_told(before):
+    key = "Plant-4711-of-the-server"
+    answer = whole({"error": {"message": "x" * before + key}}, status="401 Unauthorized")
+    with Scripted((answer,)) as server, pytest.raises(DsparkError) as caught:
+        Endpoint(server.url, "m", api_key=key).models()
+    assert "xxx" in caught.value.message and "Plant"[:1] not in caught.value.message.partition("xxx")[2]

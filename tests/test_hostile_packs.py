@@ -123,6 +123,11 @@ def test_what_the_gate_says_follows_from_its_comparisons(folder):
     assert "errors has 1 entries" in said
 
 
+def test_changed_code_that_the_run_does_not_state_is_found(folder):
+    (said,) = forged(folder, "versions.json", lambda data: data.update(changes=["verify.py"]))
+    assert "own files are changed" in said
+
+
 def test_data_of_another_shape_is_a_problem_and_no_traceback(folder):
     assert forged(folder, "sources.json", lambda data: data["files"].update(more="text"))
 
