@@ -258,15 +258,16 @@ def _difference(value: Any, expect: dict[str, Any]) -> str:
         return f"expected a JSON object, found {_shown(json.dumps(value))}"
     if value.keys() != expect.keys():
         return f"expected the keys {sorted(expect)}, found {_shown(repr(sorted(value)))}"
-    wrong = next((key for key in expect if not _equal(value[key], expect[key])), None)
+    wrong = next((key for key in expect if not equal(value[key], expect[key])), None)
     return "" if wrong is None else f"expected {wrong} to be {expect[wrong]!r}, found {_shown(repr(value[wrong]))}"
 
 
-def _equal(left: Any, right: Any) -> bool:
+def equal(left: Any, right: Any) -> bool:
+    """Whether two values are the same JSON: true is not 1, and 1.0 is."""
     if isinstance(left, dict) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
+        return len(left) == len(right) and all(map(equal, left, right))
     return isinstance(left, bool) is isinstance(right, bool) and bool(left == right)
 
 

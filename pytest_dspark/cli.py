@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_dspark import behaviour, datasets, doctor, freeze, packs_cli, setup, show_cli
 from pytest_dspark.cluster import RANK_LABEL, RUN_LABEL, Cluster, Host, RankState
-from pytest_dspark.errors import ConfigError, DsparkError
+from pytest_dspark.errors import ConfigError, DsparkError, printable
 from pytest_dspark.evidence import RunFolder, default_root
 from pytest_dspark.hosts import open_host
 from pytest_dspark.kept import KeptStore
@@ -154,7 +154,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     finally:
         for host in hosts.values():
             host.close()
-    print(json.dumps(doctor.as_json(rows), indent=1) if arguments.json else doctor.table(rows))
+    print(json.dumps(doctor.as_json(rows), indent=1) if arguments.json else printable(doctor.table(rows)))
     return 0 if doctor.allowed(rows) else 1
 
 

@@ -305,13 +305,16 @@ _CLUSTER_KEYS = {
     "wrapper": str,
     "host": list,
 }
+_PORTS = frozenset({"port", "master_port"})
+_WORDS = frozenset({"address", "docker", "interface", "rdma", "container", "api"})
+_NAMES = frozenset({"name", "container", "interface"})
 
 
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster file. Raises ConfigError (CLUSTER_INVALID) that names the file, the entry and the key."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("CLUSTER_INVALID", f"{path}: {error}") from error
     return cluster_from(data, source=str(path))
 
@@ -348,6 +351,11 @@ def _host(entry: object, where: str) -> HostEntry:
     for key, value in env.items():
         if not isinstance(value, str):
             raise ConfigError("CLUSTER_INVALID", f"{where}: env {key} must be a string, found {value!r}")
+        if not key or "=" in key or "\0" in key + value:
+            raise ConfigError("CLUSTER_INVALID", f"{where}: env {key!r} cannot be handed to a process")
+    for key in ("model", "cache", "manifest", "bundle") if docker else ():
+        if entry.get(key) and not entry[key].startswith("/"):
+            raise ConfigError("CLUSTER_INVALID", f"{where}: {key} must be a path from / on, found {entry[key]!r}")
     return HostEntry(**{**entry, "env": tuple(sorted(env.items()))})
 
 
@@ -362,3 +370,17 @@ def _check_keys(table: Mapping[str, object], known: Mapping[str, type], where: s
                 "CLUSTER_INVALID",
                 f"{where}: {key} must be {known[key].__name__}, found {type(value).__name__} {value!r}",
             )
+        if isinstance(value, str):
+            _check_text(key, value, where)
+        if key in _PORTS and not 0 < int(str(value)) < 65536:
+            raise ConfigError("CLUSTER_INVALID", f"{where}: {key} must be 1 to 65535, found {value!r}")
+
+
+def _check_text(key: str, value: str, where: str) -> None:
+    """No word may be taken for an option of the command that it is given to, none for two, and no name for a path."""
+    if value.startswith("-") or not value.isprintable():
+        raise ConfigError(
+            "CLUSTER_INVALID", f"{where}: {key} must be printable text that is no option, found {value!r}"
+        )
+    if (key in _WORDS and any(char.isspace() for char in value)) or (key in _NAMES and "/" in value):
+        raise ConfigError("CLUSTER_INVALID", f"{where}: {key} must be one word, found {value!r}")

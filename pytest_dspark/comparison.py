@@ -16,7 +16,8 @@ from pytest_dspark.verdict import Finding, Status, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One thing that was expected of one rank (or of the API: rank None), what was found there, and how it was read."""
+    """One thing that was expected of one rank (or of the API: rank None), what was found there, and how it was read. The values
+    of a `private` one, which one host alone has, stand in no sentence."""
 
     what: str
     rank: int | None
@@ -26,10 +27,12 @@ class Comparison:
     fault: str = "engine"
     host: str = ""
     how: str = ""
+    private: bool = False
 
     def as_json(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: value for name, value in data.items() if value != "" or name in ("expected", "found")}
+        empty = {"host": "", "how": "", "private": False}
+        return {name: value for name, value in data.items() if name not in empty or value != empty[name]}
 
 
 @dataclass(slots=True)
@@ -53,6 +56,10 @@ class Sheet:
         how: str = "",
     ) -> None:
         self.comparisons.append(Comparison(what, rank, expected, found, relation, fault, host, how))
+
+    def add_private(self, what: str, rank: int, expected: Any, found: Any) -> None:
+        """Two values of one host alone, which must be equal."""
+        self.comparisons.append(Comparison(what, rank, expected, found, private=True))
 
     def data(self) -> dict[str, Any]:
         return {
@@ -84,14 +91,14 @@ def hold(comparison: Mapping[str, Any]) -> bool:
 def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     """PASS when every comparison holds and there is at least one; FAIL when the model answered a canary wrongly."""
     comparisons = finding.data["comparisons"]
-    broken = [comparison for comparison in comparisons if not hold(comparison)]
-    if broken:
-        model = all(comparison["fault"] == "model" for comparison in broken)
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+    wrong = [comparison for comparison in comparisons if not hold(comparison)]
+    if wrong:
+        model = all(comparison["fault"] == "model" for comparison in wrong)
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return Verdict(
             Status.FAIL if model else Status.ERROR,
             "WRONG_ANSWER" if model else "GATE_FAILED",
-            sentence(broken[0]) + more,
+            sentence(wrong[0]) + more,
         )
     if not comparisons:
         reasons = "; ".join(finding.data["not_observable"]) or "nothing was compared"
@@ -101,11 +108,18 @@ def judge(finding: Finding, limits: Mapping[str, Any]) -> Verdict:
     return Verdict(Status.PASS, "", "; ".join(notes))
 
 
+def broken(requirements: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence for everything that does not hold."""
+    return [sentence(one) for data in requirements.values() for one in data["comparisons"] if not hold(one)]
+
+
 def sentence(comparison: Mapping[str, Any]) -> str:
     """One broken comparison in words."""
     who = "API" if comparison["rank"] is None else f"rank {comparison['rank']}"
     who += f" ({comparison['host']})" if comparison.get("host") else ""
     what = comparison["what"] + (f" (read from {comparison['how']})" if comparison.get("how") else "")
+    if comparison.get("private"):
+        return f"{who}: {what}: the rank has another value, or several; runtime-gate.json of the run folder tells them"
     expected, found = _short(comparison["expected"]), _short(comparison["found"])
     if comparison["relation"] == "absent":
         return f"{who}: {what}: must not be there, found {found}"

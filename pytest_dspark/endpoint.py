@@ -26,7 +26,7 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from pytest_dspark.errors import ConfigError, EndpointError
-from pytest_dspark.metrics import Metrics, read_metrics
+from pytest_dspark.metrics import Metrics, read_metrics, whole
 from pytest_dspark.reply import (
     EXCERPT,
     Reply,
@@ -41,6 +41,7 @@ from pytest_dspark.reply import (
     read_json,
     short,
 )
+from pytest_dspark.sanitize import mask_text
 from pytest_dspark.streams import Limits, Loop, Progress, Route
 from pytest_dspark.wire import (
     ARRIVAL,
@@ -427,9 +428,8 @@ class Endpoint:
     def _checked(self, answer: _Answer) -> _Answer:
         if answer.status == 200:
             return answer
-        text = error_message(answer.body)
-        if self._key:
-            text = text.replace(self._key, "***")
+        body = mask_text(answer.body.decode("utf-8", "replace"), [self._key])  # before it is cut, which may halve a key
+        text = error_message(body.encode())
         error = RequestError("SERVER_ERROR", f"{self._root}: HTTP {answer.status}: {text}")
         error.status = answer.status
         raise error
@@ -551,7 +551,7 @@ def _pump(raw: urllib3.HTTPResponse, watch: Watch, reader: StreamReader) -> None
 
 def _card(entry: Mapping[str, Any]) -> ModelCard:
     value = entry.get("max_model_len")
-    number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+    number = whole(value) if isinstance(value, str) else value
     good = isinstance(number, int) and not isinstance(number, bool) and number > 0
     problem = "" if good else f"max_model_len is {value!r}, expected a number"
     return ModelCard(str(entry.get("id", "")), number if good else None, str(entry.get("root") or ""), problem)

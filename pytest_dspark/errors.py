@@ -6,6 +6,7 @@ expected. Libraries' own exceptions are translated where the library is imported
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 REMEDIES: Final[dict[str, str]] = {
@@ -78,12 +79,22 @@ REMEDIES: Final[dict[str, str]] = {
 }
 
 
+_CONTROLS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text as it may be shown on a terminal: what moves the cursor, colours, hides or turns letters round is written as
+    `\\x1b`, since logs, answers and packs are by others and could draw a line that says something else. Tabs and line ends stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class DsparkError(Exception):
     """A refusal or a failure of infrastructure: one clear sentence with a code of `REMEDIES`."""
 
     def __init__(self, code: str, message: str) -> None:
         if code not in REMEDIES:
             raise ValueError(f"code {code!r} is not in errors.REMEDIES")
+        message = printable(message)
         super().__init__(message)
         self.code = code
         self.message = message

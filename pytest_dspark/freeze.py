@@ -235,7 +235,7 @@ def _sections(overlay: Path) -> dict[str, dict[str, str]]:
         return {}
     try:
         data = tomllib.loads(overlay.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("RECIPE_INVALID", f"{overlay}: {error}") from error
     for name, table in data.items():
         if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_dspark import freeze, identity, manifest, weights
-from pytest_dspark.answers import judge_code, judge_exact, judge_json, judge_number
+from pytest_dspark import freeze, identity, manifest, strictjson, weights
+from pytest_dspark.answers import equal, judge_code, judge_exact, judge_json, judge_number
 from pytest_dspark.behaviour import Observation
-from pytest_dspark.comparison import Comparison, Sheet, hold, judge, sentence
+from pytest_dspark.comparison import Comparison, Sheet, broken, hold, judge, sentence
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.garble import garbled
 from pytest_dspark.identity import Rank, serve_argv, without_rank
@@ -359,13 +359,14 @@ def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Any) -> tupl
     if names != [tool]:
         return False, f"tool calls are {names}, expected exactly one of {tool}"
     try:
-        arguments = json.loads(calls[0][1])
-    except ValueError:
-        return False, f"tool arguments are no JSON: {calls[0][1][:200]!r}"
+        arguments = strictjson.loads(calls[0][1])
+    except (ValueError, RecursionError) as error:
+        return False, f"tool arguments are no JSON ({error}): {calls[0][1][:200]!r}"
     if isinstance(wanted, Mapping):
-        good = isinstance(arguments, dict) and all(arguments.get(key) == value for key, value in wanted.items())
+        given = arguments if isinstance(arguments, dict) else {}
+        good = all(key in given and equal(given[key], value) for key, value in wanted.items())
     else:
-        good = arguments == wanted
+        good = equal(arguments, wanted)
     if not good:
         return False, f"tool arguments are {arguments!r}, expected {wanted!r}"
     return True, ""
@@ -376,12 +377,7 @@ def judge_tool(calls: Sequence[tuple[str, str]], tool: str, wanted: Any) -> tupl
 
 def as_file(plan: Plan, ranks: Sequence[Rank], api: Api, report: GateReport) -> dict[str, Any]:
     """runtime-gate.json: schema_version 3, status, evidence a rank, errors[]; and our requirements beside it."""
-    errors = [
-        sentence(comparison)
-        for finding in report.findings.values()
-        for comparison in finding.data["comparisons"]
-        if not hold(comparison)
-    ]
+    errors = broken({name: finding.data for name, finding in report.findings.items()})
     return {
         "schema_version": 3,
         "status": "FAIL" if errors else "PASS",

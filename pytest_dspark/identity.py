@@ -18,7 +18,7 @@ from pytest_dspark.comparison import Sheet
 from pytest_dspark.hosts.options import planned, settled
 from pytest_dspark.inventory import NOT_TAKEN, Inventory
 from pytest_dspark.logs import RankLog, read_log
-from pytest_dspark.plan import Plan
+from pytest_dspark.plan import Plan, told_names
 from pytest_dspark.sanitize import mask_argv, mask_env
 from pytest_dspark.weights import Model
 
@@ -233,18 +233,19 @@ def _why_unseen(pin: str, rank: Rank) -> str:
 
 
 def environment(plan: Plan, ranks: Sequence[Rank], sheet: Sheet) -> None:
+    told = told_names(plan)
     for rank, spec in zip(ranks, plan.specs, strict=True):
         entries = [entry.partition("=") for entry in rank.facts.environment]
         for key, value in spec.env:
-            found = [text for name, _, text in entries if name == key]
-            secret = key in spec.secrets
-            same = found == [value]
-            sheet.add(
-                f"PID 1 environment {key}",
-                rank.number,
-                ["***"] if secret else [value],
-                (["***"] if same else ["*** (differs)"]) if secret else found,
-            )
+            found = [text for entry, _, text in entries if entry == key]
+            name = f"PID 1 environment {key}"
+            if key in spec.secrets:
+                shown = ["***"] if found == [value] else ["*** (differs)"]
+                sheet.add(name, rank.number, ["***"], shown)
+            elif key in told:
+                sheet.add(name, rank.number, [value], found)
+            else:
+                sheet.add_private(name, rank.number, [value], found)
         for key in plan.recipe.env_absent:
             found = [text for name, _, text in entries if name == key]
             sheet.add(f"PID 1 environment {key}", rank.number, None, found, "absent")

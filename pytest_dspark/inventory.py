@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from pytest_dspark import strictjson
 from pytest_dspark.cluster import Host
 from pytest_dspark.errors import DsparkError
 from pytest_dspark.recipe import Inside
@@ -68,7 +70,19 @@ def take(host: Host, rank_id: str, python: str, asked: str) -> Inventory:
 def parse(text: str) -> Inventory:
     """The script's line as an Inventory; anything else is one without content that says so."""
     try:
-        data = json.loads(text.strip().splitlines()[-1])
-        return Inventory(**data)
-    except (ValueError, TypeError, IndexError):
-        return Inventory(missing=f"the inventory inside the rank printed no inventory: {text[:200]!r}")
+        data = strictjson.loads(text.strip().splitlines()[-1])
+        if _is_inventory(data):
+            return Inventory(**data)
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError):
+        pass
+    return Inventory(missing=f"the inventory inside the rank printed no inventory: {text[:200]!r}")
+
+
+def _is_inventory(data: Any) -> bool:
+    """Whether every field is of its kind: texts, tables of texts, and one of such tables."""
+    tables = {name: data.get(name, {}) for name in ("packages", "mapped", "installed", "files", "extra")}
+    hashes = data.get("hashes", {})
+    tables |= {f"hashes of {name}": {} if one is None else one for name, one in hashes.items()}
+    texts = [data.get(name, "") for name in ("python", "kernel", "driver", "missing")]
+    texts += [value for table in tables.values() for value in table.values()]
+    return all(isinstance(value, (str, type(None))) for value in texts)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from pytest_dspark.errors import printable
+
 TERMINAL_S = 0.25
 LOG_S = 60.0
 CLEAR = "\r\x1b[K"
@@ -29,6 +31,7 @@ class Live:
         now = self._clock()
         if self._stream is None or now - self._shown < self._every:
             return
+        text = printable(text)
         self._shown = now
         if self._terminal:
             self._stream.write(f"{CLEAR if self._open else chr(10)}dspark: {text}")
@@ -40,7 +43,7 @@ class Live:
     def line(self, text: str) -> None:
         if self._stream is None:
             return
-        print(f"{CLEAR if self._open else ''}dspark: {text}", file=self._stream, flush=True)
+        print(f"{CLEAR if self._open else ''}dspark: {printable(text)}", file=self._stream, flush=True)
         self._open = False
         self._shown = self._clock()
 

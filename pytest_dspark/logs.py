@@ -61,6 +61,11 @@ class RankLog:
     faults: tuple[Fault, ...] = ()
 
 
+ECHO: Final = re.compile(
+    r"\b(?:Received request|Generated response|Added request) \S|\bRequest \S{1,200} details: "
+    r"|\"(?:GET|POST|HEAD|PUT|DELETE|OPTIONS|PATCH) /[^\"]{0,8000} HTTP/\d"
+)
+"""A line that repeats what a client sent: its words are the client's, so they neither prove nor accuse."""
 ENGINE: Final = re.compile(r"(?:^|[\]:] ?)\s*Initializing a V1 LLM engine \(v([^)\s]{1,100})\) with config: (.*)")
 ARGUMENTS: Final = re.compile(r"(?:^|[\]:] ?)\s*non-default args: (\{.*)")
 POOL: Final = re.compile(r"\b[A-Z]{2,8} KV cache size: (\d[\d,]{0,24}) tokens")
@@ -136,10 +141,10 @@ def read_log(text: str) -> RankLog:
     faults = [entry for entry in FAULTS if entry[1] in text]
     for number, line in enumerate(text.split("\n"), 1) if takers or faults else ():
         for literal, take in takers:
-            if literal in line:
+            if literal in line and not ECHO.search(line):
                 take(line, found)
         for kind, literal, pattern in faults:
-            if literal in line:
+            if literal in line and not ECHO.search(line):
                 _take_fault(kind, pattern, number, line, found["faults"])
     return _finish(found)
 
@@ -235,14 +240,15 @@ def explain(fault: Fault) -> str:
 
 
 def search(text: str, pattern: re.Pattern[str] | str) -> tuple[int, str] | None:
-    """The first line that the pattern matches, as (number from 1, line), or None.
+    """The first line that the pattern matches and that no request wrote (`ECHO`), as (number from 1, line), or None.
 
     The pattern sees one line at a time, without its line end. Of a long line 500 characters around the match come back.
     """
     wanted = re.compile(pattern)
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.rstrip("\r")
-        if match := wanted.search(line):
+        match = wanted.search(line)
+        if match and not ECHO.search(line):
             return number, _window(line, match.start())
     return None
 

@@ -6,10 +6,10 @@ contradicts the profile that is served with a 1M window, so it is a pin and neve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pytest_dspark import strictjson
 from pytest_dspark.comparison import Sheet
 from pytest_dspark.identity import Rank
 from pytest_dspark.plan import Plan
@@ -34,8 +34,8 @@ KNOBS = {"kv_cache_dtype": "KV_CACHE_DTYPE", "moe_backend": "MOE_BACKEND"}
 def parse(text: str | None) -> dict[str, Any] | None:
     """The manifest's object; None for what is none."""
     try:
-        data = json.loads(text or "")
-    except ValueError:
+        data = strictjson.loads(text or "")
+    except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 

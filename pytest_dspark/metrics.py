@@ -7,6 +7,7 @@ samples are dropped: they are dates beside the counters, not counts.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 CACHE_INFO = "vllm:cache_config_info"
 START_TIME = "process_start_time_seconds"
+_WHOLE = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,10 @@ class Metrics:
         texts = [sample.labels.get("kv_cache_size_tokens", "") for sample in self.find(CACHE_INFO)]
         if not texts:
             return Figure(None, f"the server has no {CACHE_INFO}")
-        if not all(text.isascii() and text.isdecimal() and int(text) > 0 for text in texts):
-            return Figure(None, f"label kv_cache_size_tokens is {', '.join(map(repr, texts))}")
-        return Figure(min(int(text) for text in texts))
+        sizes = [whole(text) for text in texts]
+        if not all(sizes):
+            return Figure(None, f"label kv_cache_size_tokens is {', '.join(repr(text[:40]) for text in texts)}")
+        return Figure(min(size for size in sizes if size))
 
     @property
     def kv_pool_tokens(self) -> int | None:
@@ -108,6 +111,11 @@ def read_metrics(text: str, *, problem: str = "") -> Metrics:
     except (ValueError, LookupError, TypeError) as error:  # what the parser raises for broken lines
         return Metrics((), f"not Prometheus text: {str(error)[:200]}")
     return Metrics(samples, "" if samples else "the text holds no sample")
+
+
+def whole(text: str) -> int | None:
+    """The number that up to 18 decimal digits say; None for any other text, which no server counts tokens with."""
+    return int(text) if _WHOLE.fullmatch(text) else None
 
 
 def delta(before: Metrics, after: Metrics, name: str, **labels: str) -> Figure:
@@ -142,6 +150,8 @@ def _went_back(before: Metrics, after: Metrics, name: str) -> str:
 def _total(name: str, found: tuple[Sample, ...], problem: str) -> Figure:
     if problem or not found:
         return Figure(None, problem or f"the server has no {name}")
+    if len({tuple(sorted(sample.labels.items())) for sample in found}) < len(found):
+        return Figure(None, f"{name} is there twice with the same labels")
     values = [sample.value for sample in found]
     if not all(map(math.isfinite, values)):
         return Figure(None, f"{name} is not a number")

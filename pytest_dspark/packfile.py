@@ -6,11 +6,13 @@ pack has, and archives that grow beyond reason. Standard library alone.
 
 from __future__ import annotations
 
+import lzma
 import shutil
 import stat
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -21,6 +23,9 @@ from pytest_dspark.pack import LAYOUT, STATEMENT, files_of
 
 MOST_BYTES: Final = 16 << 30
 MOST_FILES: Final = 20_000
+DEEPEST: Final = 16
+BROKEN: Final = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
+"""What the libraries raise of an archive that is broken, encrypted or packed in a way that they do not know."""
 
 
 @contextmanager
@@ -56,7 +61,7 @@ def unpack(path: Path, folder: Path) -> None:
                 _all_of(_zip_members(zipped), folder)
         else:
             raise ConfigError("USAGE", f"{path}: neither a folder nor a tar or zip archive")
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
+    except BROKEN as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
@@ -88,14 +93,13 @@ def _zip_members(archive: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]
 def _all_of(members: Iterable[tuple[str, int, IO[bytes] | None]], folder: Path) -> None:
     names: set[str] = set()
     total = 0
-    for name, size, source in members:
+    for number, (name, size, source) in enumerate(members, 1):
         total += size
         target = folder / _safe(name)
-        if total > MOST_BYTES or len(names) > MOST_FILES:
+        if total > MOST_BYTES or number > MOST_FILES:
             raise ValueError(f"more than {MOST_FILES} files or {MOST_BYTES} bytes")
         if source is None:
-            target.mkdir(parents=True, exist_ok=True)
-            continue
+            continue  # a folder comes with its files
         if name.casefold() in names:
             raise ValueError(f"{name}: twice in the archive")
         names.add(name.casefold())
@@ -123,6 +127,8 @@ def _safe(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
         raise ValueError(f"{name!r}: leads out of the pack")
+    if len(path.parts) > DEEPEST:
+        raise ValueError(f"{name[:60]!r}…: more than {DEEPEST} folders deep")
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_dspark import composition, option2, packfile, rejudging, signing, verify
-from pytest_dspark.errors import ConfigError
+from pytest_dspark.errors import ConfigError, printable
 from pytest_dspark.pack import OPTION2
 
 
@@ -90,7 +90,7 @@ def _rejudge(arguments: argparse.Namespace) -> int:
     """Exit code 0 if every finding is judged as before, 1 if one is judged otherwise."""
     with packfile.opened(Path(arguments.pack)) as folder:
         changes = list(rejudging.rejudge(folder, Path(arguments.recipe)))
-    print("\n".join(changes) or "every finding is judged as before")
+    print(printable("\n".join(changes)) or "every finding is judged as before")
     return 1 if changes else 0
 
 

@@ -351,6 +351,12 @@ def as_json(made: Plan) -> dict[str, Any]:
     }
 
 
+def told_names(made: Plan) -> frozenset[str]:
+    """Names of the environment that recipe or profile tell; the others are of one host alone."""
+    told = {key for key, _ in (*made.recipe.env, *made.settings.environment)}
+    return frozenset(told | {"HEADLESS", *made.recipe.env_absent})
+
+
 def launch_order(made: Plan) -> tuple[RankSpec, ...]:
     """Workers first, so that they wait for the head; the head last."""
     return (*made.specs[1:], made.specs[0])

@@ -35,11 +35,13 @@ from pytest_dspark import (
     verify,
     web,
 )
+from pytest_dspark.comparison import broken, judge
 from pytest_dspark.evidence import RunFolder, sealed, write_whole
 from pytest_dspark.pack import CHANGES, OPTION2, PAGE, REPORT, STATEMENT, SUMS, Pack, PackError
-from pytest_dspark.plan import Plan
+from pytest_dspark.plan import Plan, told_names
 from pytest_dspark.projection import Projector
 from pytest_dspark.sanitize import mask_text
+from pytest_dspark.verdict import Finding
 
 FOLDER: Final = "publish"
 NONCE: Final = "nonce"
@@ -226,7 +228,7 @@ def _plans(source: Source, target: Path, made: Projector) -> dict[str, str]:
     """plan.json of every profile; returns the public fingerprint by the private one."""
     fingerprints = {}
     for mark, plan in source.plans.items():
-        public_names = _public_names(plan)
+        public_names = told_names(plan)
         data = made.data(_read(source.run.path / mark / "plan.json"))
         for rank in data["ranks"]:
             rank["env"] = {key: _value(key, value, made, public_names) for key, value in rank["env"].items()}
@@ -241,14 +243,6 @@ def _plans(source: Source, target: Path, made: Projector) -> dict[str, str]:
 def _recipe_sha256(source: Source, target: Path) -> str:
     files = [(target / "inputs" / "recipe" / name).read_bytes() for name in source.recipe_names]
     return hashlib.sha256(b"\0".join(files)).hexdigest()
-
-
-def _public_names(plan: Plan) -> frozenset[str]:
-    """Names of the environment that recipe or profile tell; the others are of one host alone."""
-    return frozenset(key for key, _ in (*plan.recipe.env, *plan.settings.environment)) | {
-        "HEADLESS",
-        *plan.recipe.env_absent,
-    }
 
 
 def _value(key: str, value: str, made: Projector, public_names: frozenset[str]) -> str:
@@ -280,7 +274,7 @@ def _values(key: str, found: Any, made: Projector, public_names: frozenset[str])
 
 
 def _profile_folder(source: Source, target: Path, mark: str, made: Projector) -> None:
-    own, public_names = source.run.path / mark, _public_names(source.plans[mark])
+    own, public_names = source.run.path / mark, told_names(source.plans[mark])
     for name, kept in (
         ("preflight", _preflight),
         ("runtime-gate", _gate),
@@ -290,7 +284,8 @@ def _profile_folder(source: Source, target: Path, mark: str, made: Projector) ->
     ):
         data = _read(own / f"{name}.json")
         if data:
-            _tell(target / mark / f"{name}.json", _own_environment(made.data(kept(data)), made, public_names))
+            told = _own_environment(made.data(kept(data)), made, public_names)
+            _tell(target / mark / f"{name}.json", told if name != "runtime-gate" else _sentences_anew(told))
     if (own / "readings.jsonl").exists():
         _lines(target / mark / "readings.jsonl", (made.data(line) for line in _read_lines(own / "readings.jsonl")))
     logs = {log.name: _log(log, target / mark / log.name, made) for log in sorted(own.glob("*rank*.log"))}
@@ -318,6 +313,15 @@ def _gate(data: Mapping[str, Any]) -> dict[str, Any]:
     }
     kept["inventory"] = {role: one["inventory"] for role, one in evidence["identity"].items()}
     return {key: data[key] for key in ("schema_version", "status", "errors", "requirements")} | {"evidence": kept}
+
+
+def _sentences_anew(gate: dict[str, Any]) -> dict[str, Any]:
+    """The gate with the sentences that its projected comparisons give: none holds what these do not."""
+    requirements = {}
+    for name, data in gate["requirements"].items():
+        verdict = judge(Finding(f"gate.{name}", data), {})
+        requirements[name] = data | {"verdict": str(verdict.status), "message": verdict.message}
+    return gate | {"errors": broken(requirements), "requirements": requirements}
 
 
 def _log(log: Path, target: Path, made: Projector) -> dict[str, Any]:
@@ -370,7 +374,7 @@ def _ledger(source: Source) -> list[dict[str, Any]]:
 
 def _rows(source: Source, target: Path, made: Projector, fingerprints: Mapping[str, str]) -> None:
     """Every row projected, judged again, and sealed anew. Raises Refused if a verdict does not survive."""
-    names = {mark: _public_names(plan) for mark, plan in source.plans.items()}
+    names = {mark: told_names(plan) for mark, plan in source.plans.items()}
     rows = [_row(row, made, names.get(row["profile"], frozenset())) for row in source.run.read()]
     _seal(target / "rows.jsonl", source.run.run_id, rows)
     stub = dict.fromkeys(("junit.xml",), b"<testsuites/>") | {"begun.jsonl": b""}
@@ -432,10 +436,10 @@ def derive(target: Path, *, drawn: bool = False) -> None:
     answer = pack.answer(made)
     if set(option2.MARKS) <= set(made.profiles) and not statement.unproven(made):
         parts = [option2.Part(mark, made, answer) for mark in option2.MARKS]
-        _put(target / OPTION2, option2.page(*parts).encode())
-    _put(target / REPORT, report.report(made, drawn=drawn).encode())
+        _put(target / OPTION2, option2.page(*parts).encode("utf-8", "backslashreplace"))
+    _put(target / REPORT, report.report(made, drawn=drawn).encode("utf-8", "backslashreplace"))
     sums = {name: value for name, value in sums_of(target).items() if name != PAGE}
-    _put(target / PAGE, page.page(made, answer, sums).encode())
+    _put(target / PAGE, page.page(made, answer, sums).encode("utf-8", "backslashreplace"))
     sums = sums_of(target)
     _put(target / SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())).encode())
     if not statement.unproven(made):

@@ -394,7 +394,7 @@ def load_recipe(path: Path) -> Recipe:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("RECIPE_INVALID", f"{path}: {error}") from error
 
 

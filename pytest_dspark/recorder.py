@@ -10,6 +10,7 @@ import pytest
 
 from pytest_dspark import closing, inputs, ledger, provenance
 from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome
+from pytest_dspark.errors import printable
 from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole
 from pytest_dspark.pack import load
 from pytest_dspark.publish import Refused, Source, publish
@@ -229,7 +230,7 @@ class Recorder:
             refused=self._refused,
             self_test=str(self._state.selftest or ""),
         ):
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(printable(line))
 
     def _last_line(self) -> None:
         result = self._outcome

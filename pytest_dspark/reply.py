@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -180,7 +181,7 @@ class StreamReader:
             at_s,
             _text(choice.get("text")) or _text(delta.get("content")),
             _reasoning(delta),
-            "".join([self._tool(call) for call in calls]) if calls else "",
+            "".join([self._tool(call) for call in _list(calls, "tool calls")]) if calls else "",
             _text(choice.get("finish_reason")),
         )
 
@@ -226,7 +227,7 @@ def plain_reply(data: Mapping[str, Any], body: Mapping[str, Any], prompt_sha256:
     reply = Reply(
         text=text,
         reasoning=_reasoning(message),
-        tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls") or ()),
+        tool_calls=tuple(_tool_call(call) for call in _list(message.get("tool_calls"), "tool calls")),
         finish_reason=finish_reason,
         usage=_merged(None, data.get("usage")),
         usage_missing="",
@@ -308,7 +309,7 @@ def error_message(body: bytes) -> str:
     """The message of an error body, whatever its form."""
     try:
         data = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.decode("utf-8", "replace").strip()[:EXCERPT]
     return _error_text(data) if isinstance(data, dict) else str(data)[:EXCERPT]
 
@@ -380,13 +381,37 @@ def _count(table: Any, key: str) -> int | None:
 
 def _logprobs(given: Mapping[str, Any]) -> Iterator[TokenLogprob]:
     """Chat form (`content`: a list of tokens with their alternatives) or completions form (parallel lists)."""
-    for entry in given.get("content") or ():
-        top = tuple((str(one.get("token")), float(one["logprob"])) for one in entry.get("top_logprobs") or ())
-        yield TokenLogprob(str(entry.get("token")), entry.get("logprob"), top)
-    tokens, values = given.get("tokens") or (), given.get("token_logprobs") or ()
-    tops = given.get("top_logprobs") or [None] * len(tokens)
-    for token, value, alternatives in zip(tokens, values, tops, strict=False):
-        yield TokenLogprob(str(token), value, tuple((alternatives or {}).items()))
+    for told in _list(given.get("content"), "log probabilities"):
+        entry = _table(told, "log probability")
+        others = [_table(one, "alternative") for one in _list(entry.get("top_logprobs"), "alternatives")]
+        top = tuple((str(one.get("token")), _number(one.get("logprob"))) for one in others)
+        yield TokenLogprob(str(entry.get("token")), _optional(entry.get("logprob")), top)
+    tokens, values = _list(given.get("tokens"), "tokens"), _list(given.get("token_logprobs"), "log probabilities")
+    tops = _list(given.get("top_logprobs"), "alternatives") or [None] * len(tokens)
+    if not len(tokens) == len(values) == len(tops):
+        found = f"{len(values)} and {len(tops)} alternatives of {len(tokens)} tokens"
+        raise RequestError("PROTOCOL", f"expected a log probability of each token, found {found}")
+    for token, value, alternatives in zip(tokens, values, tops, strict=True):
+        rivals = _table(alternatives, "alternatives").items()
+        yield TokenLogprob(str(token), _optional(value), tuple((other, _number(one)) for other, one in rivals))
+
+
+def _list(value: Any, what: str) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise RequestError("PROTOCOL", f"expected a list of {what}, found {short(value)}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError("PROTOCOL", f"expected a number, found {short(value)}")
+    return value
+
+
+def _optional(value: Any) -> float | None:
+    return None if value is None else _number(value)
 
 
 def short(value: Any) -> str:

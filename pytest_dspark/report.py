@@ -69,7 +69,8 @@ def report(pack: Pack, *, drawn: bool = True) -> str:
 def problems(pack: Pack) -> Iterator[str]:
     """What of the pack's own report does not follow from the pack. The drawings are only looked at for what no drawing has."""
     told = raw(pack.path / REPORT).decode("utf-8")
-    if _DRAWN.sub("", told) != _DRAWN.sub("", report(pack, drawn=False)):
+    made = report(pack, drawn=False).encode("utf-8", "backslashreplace").decode("utf-8")
+    if _DRAWN.sub("", told) != _DRAWN.sub("", made):
         yield "is not the report that the pack's files make"
     for found in _DRAWN.findall(told):
         if _FORBIDDEN.search(found):

@@ -6,12 +6,15 @@ that was given under one name turns up in logs, errors and dumps under others.
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 MASK: Final = "***"
 SHORTEST: Final = 4
@@ -36,19 +39,24 @@ class Shape:
     pattern: re.Pattern[str]
 
 
+_NAMED: Final = (
+    r"(?:[a-z0-9]{1,20}_){0,3}(?:api[_-]?keys?|hf[_-]token|password|passwd|client_secret|(?:access|auth|refresh)_token)"
+)
 SHAPES: Final = tuple(
     Shape(tuple(needs.split()), re.compile(pattern))
     for needs, pattern in (
         ("bearer", r"(?i)(\bbearer[ \t]{1,8})[A-Za-z0-9._~+/=-]{4,}"),
         (
             "authorization",
-            r"(?i)(\bauthorization\\?['\"]?[ \t]{0,8}[:=][ \t]{0,8}\\?['\"]?basic[ \t]{1,8})[A-Za-z0-9+/=]{4,}",
+            r"(?i)(\bauthorization\\?['\"]?[ \t]{0,8}[:=][ \t]{0,8}\\?['\"]?(?:basic|token|digest|api-?key)[ \t]{1,8})[A-Za-z0-9+/=._~-]{4,}",
         ),
         ("hf_", r"()\bhf_(?=[a-z]{0,80}[A-Z0-9])[A-Za-z0-9]{4,}"),
         ("gh", r"()\bgh[pousr]_[A-Za-z0-9]{4,}"),
         ("github_pat_", r"()\bgithub_pat_[A-Za-z0-9_]{4,}"),
         ("glpat-", r"()\bglpat-[A-Za-z0-9_-]{8,}"),
         ("sk-", r"()(?<![A-Za-z0-9_-])sk-[A-Za-z0-9_-]{8,}"),
+        ("nvapi-", r"()\bnvapi-[A-Za-z0-9_-]{8,}"),
+        ("eyj", r"()\beyJ[A-Za-z0-9_-]{8,4096}\.[A-Za-z0-9_-]{8,4096}\.[A-Za-z0-9_-]{4,}"),
         ("akia", r"()\bAKIA[A-Z0-9]{12,}"),
         ("xox", r"()\bxox[abprs]-[A-Za-z0-9-]{8,}"),
         # A password in any URL; in a web address the user alone may be a token. `ssh://user@host` holds no secret.
@@ -66,10 +74,20 @@ SHAPES: Final = tuple(
             r"(--(?:[A-Za-z0-9]{1,20}[_-]){0,5}(?:api[_-]?keys?|token|password|passwd|secret)(?:=|[ \t]{1,8})['\"]?)"
             r"(?!\*\*\*)[^\s'\"-][^\s'\"]{0,4096}(?:['\"]?[ \t]{1,8}['\"]?[^\s'\"\\-][^\s'\"]{0,4096}){0,3}",
         ),
+        # A variable: NAME=value, NAME="two words", and as a table of names and values is printed.
         (
-            "_key _token _password _secret",
-            r"(\b[A-Z][A-Z0-9_]{0,60}_(?:KEYS?|TOKEN|PASSWORD|SECRET)=)[^\s\"',;]{1,4096}",
+            "key token pass pwd secret credential auth _pat",
+            r"(\b(?:[A-Z][A-Z0-9_]{0,60}_(?:KEYS?|TOKEN|PASS|PWD|PAT|AUTH|CREDENTIALS?)|[A-Z0-9_]{0,60}(?:PASSWORD|PASSWD|PASSPHRASE|SECRET|APIKEY))"
+            r"(?:=|\\?['\"][ \t]{0,4}:[ \t]{0,4}(?=\\?['\"]))(?:\\?['\"])?)"
+            r"(?:(?<=['\"])[^'\"\\]{1,4096}|(?<!['\"])[^\s\"',;]{1,4096})",
         ),
+        (
+            "key token secret passw",
+            rf"(?i)((?<![A-Za-z0-9]){_NAMED}=)(?!None\b|null\b|true\b|false\b)[^\s'\"\[\](){{}}&,;*]{{4,4096}}",
+        ),
+        ("=", r"(?i)([?&](?:token|key|api[_-]?key|access_token|auth|sig|signature|secret)=)[^\s'\"&#*]{4,4096}"),
+        ("x-", r"(?i)(\bx-(?:api-key|auth-token)\\?['\"]?[ \t]{0,4}:[ \t]{0,4}\\?['\"]?)[^\s'\",;\\]{4,4096}"),
+        ("api token passw secret", rf"(?i)({_NAMED}\\?['\"]?\s{{0,4}}[:=]\s{{0,4}}\[)[^\[\]*]{{1,4096}}"),
         (
             "api hf_token hf-token passw client_secret access_token",
             r"(\b(?:api[_-]?keys?|hf[_-]token|password|passwd|client_secret|access_token)\\?['\"]?\s{0,4}[:=]\s{0,4}\[?\\?['\"])[^'\"\\]{1,4096}",
@@ -129,9 +147,8 @@ def mask_text(text: str, values: Iterable[str] = ()) -> str:
     A value is also found as JSON or a URL would write it. Values under four characters are left alone: they would
     change half of every text and hide nothing. The result holds none of the values, and masking it again changes nothing.
     """
-    spellings = {
-        spelling for value in values if len(value) >= SHORTEST and value.strip("*") for spelling in _spellings(value)
-    }
+    known = [value for value in values if len(value) >= SHORTEST and value.strip("*")]
+    spellings = {spelling for value in known for spelling in _spellings(value) if len(spelling) >= SHORTEST}
     if spellings:
         # The longest first, so that no value is left half standing by a shorter one inside it.
         text = re.sub("|".join(re.escape(s) for s in sorted(spellings, key=len, reverse=True)), MASK, text)
@@ -143,15 +160,14 @@ def mask_text(text: str, values: Iterable[str] = ()) -> str:
 
 
 def _spellings(value: str) -> set[str]:
-    """The value itself, and as JSON (also JSON in JSON), Python and a URL write it."""
-    written = json.dumps(value)[1:-1]
-    again = json.dumps(written)[1:-1]
+    """The value itself, and as JSON, Python (each also in itself), a URL, a shell, HTML, XML and base64 write it."""
+    written, plain = json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
+    told = repr(value)[1:-1]
+    url = (quote(value, safe=""), quote(value), quote_plus(value))
     return {
-        value,
-        written,
-        again,
-        json.dumps(value, ensure_ascii=False)[1:-1],
-        repr(value)[1:-1],
-        quote(value, safe=""),
-        quote(value),
+        *(value, written, plain, told, *url, *(re.sub("%..", lambda found: found[0].lower(), one) for one in url)),
+        *(json.dumps(written)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1], repr(told)[1:-1]),
+        *(repr(value.encode("utf-8", "surrogatepass"))[2:-1], shlex.quote(value).strip("'")),
+        *(html.escape(value), html.escape(value, quote=False), html.escape(value).replace("&#x27;", "&#39;")),
+        base64.b64encode(value.encode("utf-8", "surrogatepass")).decode().rstrip("="),
     }

@@ -82,7 +82,7 @@ def read(folder: Path = FOLDER) -> list[Defect]:
 def _defect(path: Path) -> Defect:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("HARNESS", f"{path}: {error}") from error
     if set(data) != KEYS or data["shown_to"] not in ADAPTERS or not data["expect"]:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_dspark import compare, comparing, pack, packfile, r0b0bench, report, summary
-from pytest_dspark.errors import ConfigError
+from pytest_dspark.errors import ConfigError, printable
 from pytest_dspark.evidence import default_root
 from pytest_dspark.pack import Pack, PackError
 
@@ -118,7 +118,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.html:
         _written(Path(arguments.html), comparing.html(answer))
     print(
-        json.dumps(comparing.as_json(answer), indent=1, ensure_ascii=False) if arguments.json else compare.text(answer)
+        json.dumps(comparing.as_json(answer), indent=1, ensure_ascii=False)
+        if arguments.json
+        else printable(compare.text(answer))
     )
     return answer.exit_code
 

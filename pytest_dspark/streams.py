@@ -176,15 +176,16 @@ class _Stream:
     def _start(self, data: bytes) -> bytes:
         """The head of the answer, which may come in pieces; gives what follows it."""
         self._head += data
-        found = _HEAD_END.search(self._head)
-        if found is None:
-            if not data or len(self._head) > MOST_HEAD:
-                raise _headless(self._head, self.watch.where)
-            return b""
-        status, headers = _parsed(self._head[: found.end()], self.watch.where)
-        rest, self._head = self._head[found.end() :], b""
-        if 100 <= status < 200:
-            return self._start(rest) if rest else b""
+        status = 100
+        while 100 <= status < 200:  # what such a status announces is still to come
+            found = _HEAD_END.search(self._head)
+            if found is None:
+                if not data or len(self._head) > MOST_HEAD:
+                    raise _headless(self._head, self.watch.where)
+                return b""
+            status, headers = _parsed(self._head[: found.end()], self.watch.where)
+            self._head = self._head[found.end() :]
+        rest, self._head = self._head, b""
         self.watch.status = status
         self.body = Body(headers, self.watch, self.reader)
         self._reading = status == 200 and streams_events(headers)

@@ -268,6 +268,7 @@ def _table(data: Mapping[str, Any]) -> Table:
     _check_frame(data)
     split, added = _split(data.get("pre_tokenizer")), _added(data.get("added_tokens") or ())
     vocab: dict[str, int] = model["vocab"]
+    _check_ids(vocab | added)
     single = [char for char in _alphabet() if char in vocab]
     _check_bytes([byte for char, byte in _alphabet().items() if char not in vocab], split)
     pairs = _pairs(model["merges"])
@@ -277,6 +278,16 @@ def _table(data: Mapping[str, Any]) -> Table:
     tokens = tuple(_bytes(name) for name in names)
     _check_merges(pairs, {token: rank for rank, token in enumerate(tokens)}, len(single))
     return Table(split.name, tokens, tuple(vocab[name] for name in names), _rest(vocab, added, set(names)), added)
+
+
+def _check_ids(ids: Mapping[str, int]) -> None:
+    """Each a number that four bytes hold, and of one text alone."""
+    texts: dict[int, str] = {}
+    for text, number in ids.items():
+        if type(number) is not int or not 0 <= number < 1 << 32:
+            raise _refused(f"id {number!r} of {text!r}")
+        if texts.setdefault(number, text) != text:
+            raise _refused(f"id {number} of {texts[number]!r} and of {text!r}")
 
 
 def _rest(vocab: Mapping[str, int], added: Mapping[str, int], used: set[str]) -> dict[int, bytes]:
@@ -293,7 +304,7 @@ def _read(path: Path) -> bytes:
 def _parsed(raw: bytes) -> Table:
     try:
         return _table(json.loads(raw))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise _refused(f"this is not the file's known shape ({type(error).__name__}: {error})") from error
 
 

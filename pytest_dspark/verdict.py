@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pytest_dspark.errors import printable
+
 
 class Status(StrEnum):
     """The seven verdicts; infrastructure, model, token budget and capacity are told apart."""
@@ -45,7 +47,7 @@ class Verdict:
 
     def __str__(self) -> str:
         code = f" {self.code}" if self.code not in ("", str(self.status)) else ""
-        return f"{self.status}{code}: {self.message}" if self.message else f"{self.status}{code}"
+        return f"{self.status}{code}: {printable(self.message)}" if self.message else f"{self.status}{code}"
 
 
 PASS = Verdict(Status.PASS)

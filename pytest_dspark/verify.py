@@ -21,8 +21,8 @@ from pytest_dspark.acceptance import Outcome
 from pytest_dspark.audit import SLACK_S, same
 from pytest_dspark.checks import Check, resolve
 from pytest_dspark.checks.timed import seconds_of
-from pytest_dspark.comparison import hold
-from pytest_dspark.errors import ConfigError, DsparkError
+from pytest_dspark.comparison import broken, judge
+from pytest_dspark.errors import ConfigError, DsparkError, printable
 from pytest_dspark.evidence import ROW_SCHEMA
 from pytest_dspark.pack import OPTION2, PAGE, REPORT, SHAPE, STATEMENT, SUMS, Pack, PackError
 from pytest_dspark.parts import Part
@@ -85,7 +85,7 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.text}"
+        return printable(f"{self.file}: {self.text}").replace("\n", "\\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,14 @@ class Report:
     def line(self) -> str:
         """What is proven and what is only claimed, in one line."""
         if self.problems:
-            other = f"; {self.maker} made it, so verify it with that code too" if self.maker else ""
+            other = f"; {printable(self.maker)} made it, so verify it with that code too" if self.maker else ""
             return f"NOT verified: {len(self.problems)} problems, the first: {self.problems[0]}{other}"
         rows, leaves = self.counts.get("rows", 0), self.counts.get("files", 0)
         pages = "PACK.md, the report and " if self.counts.get("pages") else ""
         by = f"signed by {', '.join(self.signers)}" if self.signers else "not signed by a key that was given"
         return (
             f"verified, {by}. Proven: {leaves} files unchanged, {rows} rows judged again with the same verdicts, every derived "
-            f"figure, the answer, {pages}the statement made again. Only claimed: {'; '.join(self.claimed)}"
+            f"figure, the answer, {pages}the statement made again. Only claimed: {printable('; '.join(self.claimed))}"
         )
 
 
@@ -150,7 +150,7 @@ def composed(folder: Path, *, allowed_signers: Path | None = None) -> Report:
 def _joined(folder: Path) -> Iterator[Problem]:
     parts = [composition.read_part(mark, folder / mark, mark) for mark in option2.MARKS]
     yield from (Problem(composition.NAME, why) for why in option2.disagreements(*parts))
-    if pack.raw(folder / OPTION2) != option2.page(*parts).encode():
+    if pack.raw(folder / OPTION2) != option2.page(*parts).encode("utf-8", "backslashreplace"):
         yield Problem(OPTION2, "is not the page that the packs make")
     told = {
         part.mark: {"run": part.pack.run["run"], "statement": provenance.file_sha256(folder / part.mark / STATEMENT)}
@@ -184,7 +184,7 @@ def examine(folder: Path, *, allowed_signers: Path | None = None, pages: bool = 
         found = pack.load(folder)
         problems += contents(found)
         problems += _derived(found, sums, pages=pages)
-        answer = pack.answer(found)
+        answer, claimed = pack.answer(found), tuple(claims(found))
     except PackError as error:
         return Report(
             (
@@ -196,9 +196,16 @@ def examine(folder: Path, *, allowed_signers: Path | None = None, pages: bool = 
         return Report((*problems, Problem("run.json", f"has not the shape of a run: {type(error).__name__}: {error}")))
     ours = _comparable(found)
     counts = {"files": len(sums), "rows": len(found.rows), "pages": int(ours)}
-    claimed = (*unsigned, *claims(found))
     maker = "" if ours else _maker(found)
-    return Report(tuple(dict.fromkeys(problems)), claimed, signers, counts, answer.accepted, answer.publishable, maker)
+    return Report(
+        tuple(dict.fromkeys(problems)),
+        (*unsigned, *claimed),
+        signers,
+        counts,
+        answer.accepted,
+        answer.publishable,
+        maker,
+    )
 
 
 def contents(found: Pack) -> list[Problem]:
@@ -212,6 +219,8 @@ def _examined(examiner: Examiner, found: Pack) -> Iterator[Problem]:
         yield from examiner(found)
     except PackError as error:
         yield Problem(str(error).partition(":")[0], str(error).partition(": ")[2])
+    except DsparkError as error:
+        yield Problem("rows.jsonl", error.message)
     except SHAPE as error:
         yield Problem(
             "run.json", f"{examiner.__name__.strip('_')}: has not the shape of a run: {type(error).__name__}: {error}"
@@ -479,9 +488,13 @@ def _gate(found: Pack) -> Iterator[Problem]:
 def _gate_itself(found: Pack, mark: str, gate: Mapping[str, Any]) -> Iterator[Problem]:
     """The file by itself: status and errors follow from its requirements, and it is of this profile."""
     name = f"{mark}/runtime-gate.json"
-    broken = [one for data in gate["requirements"].values() for one in data["comparisons"] if not hold(one)]
-    yield from _told(name, "status", gate["status"], "FAIL" if broken else "PASS")
-    yield from _told(name, "errors", len(gate["errors"]), len(broken))
+    errors = broken(gate["requirements"])
+    yield from _told(name, "status", gate["status"], "FAIL" if errors else "PASS")
+    yield from _told(name, "errors", gate["errors"], errors)
+    for one, data in gate["requirements"].items():
+        verdict = judge(Finding(f"gate.{one}", data), {})
+        told = {"verdict": str(verdict.status), "message": verdict.message}
+        yield from _told(name, f"requirements.{one}", {key: data[key] for key in told}, told)
     yield from _told(name, "schema_version", gate["schema_version"], 3)
     yield from _told(name, "evidence.profile", gate["evidence"]["profile"], found.profiles[mark].name)
     sizes = [one.get("kv_cache_size_tokens") for one in gate["evidence"]["runtime_logs"].values()]
@@ -493,7 +506,7 @@ def _gate_itself(found: Pack, mark: str, gate: Mapping[str, Any]) -> Iterator[Pr
         pool,
     )
     hidden = found.run["profiles"][mark].get("proven")
-    yield from _told("run.json", f"profiles.{mark}.proven", hidden, not broken)
+    yield from _told("run.json", f"profiles.{mark}.proven", hidden, not errors)
 
 
 def _markers(found: Pack) -> Iterator[Problem]:
@@ -759,6 +772,10 @@ def _suites(found: Pack) -> Iterator[Problem]:
             name
         ):
             yield Problem(path, "is not the suite whose sha256 versions.json says")
+    if found.versions["changes"] and not any("own files are changed" in str(one) for one in found.run["stated"]):
+        yield Problem(
+            "run.json", "stated does not say that pytest-dspark's own files are changed, as versions.json does"
+        )
     if _comparable(found):
         yield from _like_ours(found)
 
@@ -845,7 +862,7 @@ def _derived(found: Pack, sums: Mapping[str, str], *, pages: bool) -> Iterator[P
 
 def _pages(found: Pack, answer: Outcome, sums: Mapping[str, str]) -> Iterator[Problem]:
     without = {name: value for name, value in sums.items() if name != PAGE}
-    if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode():
+    if pack.raw(found.path / PAGE) != page.page(found, answer, without).encode("utf-8", "backslashreplace"):
         yield Problem(PAGE, "is not the page that the pack's files make")
     yield from (Problem(REPORT, why) for why in report.problems(found))
 
@@ -858,7 +875,10 @@ def _option2(found: Pack, answer: Outcome, *, proven: bool) -> Iterator[Problem]
             yield Problem(OPTION2, "is there, although the run has not proven both profiles")
         return
     parts = [option2.Part(mark, found, answer) for mark in option2.MARKS]
-    if not there or (_comparable(found) and pack.raw(found.path / OPTION2) != option2.page(*parts).encode()):
+    if not there or (
+        _comparable(found)
+        and pack.raw(found.path / OPTION2) != option2.page(*parts).encode("utf-8", "backslashreplace")
+    ):
         yield Problem(OPTION2, "is not the page that the pack's files make")
 
 

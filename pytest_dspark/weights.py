@@ -7,6 +7,7 @@ not touched is not read again.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from pytest_dspark.recipe import Recipe, Weights
 LOOK_S = 20.0
 SLOWEST = 50e6
 LONGEST_HEADERS = 64 << 20
+MOST_BYTES = 1 << 60
+_LISTED = re.compile(r"([^\t\n/]{1,255})\t([0-9]{1,18})\t([^\t\n]{1,100})\t([0-9]{1,20})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +73,52 @@ def look(host: Host, folder: str, weights: Weights) -> Model:
         ],
         timeout=LOOK_S,
     )
-    config, index = _json(host, f"{folder}/config.json"), _json(host, f"{folder}/{weights.index}")
+    config = _json(host, f"{folder}/config.json")
     if listed.code != 0:
         return Model(folder, problem=f"{folder}: {listed.stderr.decode('utf-8', 'replace').strip()}")
     if config is None:
         return Model(folder, problem=f"{folder}/config.json is not there or is no JSON object")
-    names = (index or {}).get("weight_map") or {}
-    total = ((index or {}).get("metadata") or {}).get("total_size")
-    shards = tuple(sorted((_file(line) for line in listed.text.splitlines()), key=lambda file: file.name))
-    return Model(folder, config, shards, tuple(sorted(set(names.values()))), int(total) if total is not None else None)
+    try:
+        shards = tuple(sorted(map(_file, listed.text.split("\n")[:-1]), key=lambda file: file.name))
+        names, total = _index(host, f"{folder}/{weights.index}")
+    except ValueError as error:
+        return Model(folder, problem=f"{folder}: {error}")
+    return Model(folder, config, shards, names, total)
 
 
 def _file(line: str) -> File:
-    name, size, changed, inode = line.split("\t")
-    return File(name, int(size), changed, int(inode))
+    """Raises ValueError for the line of a file whose name holds a tab or a line end."""
+    found = _LISTED.fullmatch(line)
+    if not found:
+        raise ValueError(f"expected shards with plain names, found {line!r}")
+    return File(found[1], int(found[2]), found[3], int(found[4]))
+
+
+def _index(host: Host, path: str) -> tuple[tuple[str, ...], int | None]:
+    """The shards that the index names and the bytes that it tells; nothing if there is no index. Raises ValueError for a
+    file that is there and is none."""
+    done = host.read(["cat", path], timeout=LOOK_S)
+    if done.code != 0:
+        return (), None
+    try:
+        index = json.loads(done.text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    table = index if isinstance(index, dict) else {}
+    names, about = table.get("weight_map"), table.get("metadata") or {}
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{path} has no weight_map of names")
+    total = about.get("total_size") if isinstance(about, dict) else about
+    if total is not None and not (type(total) in (int, float) and 0 <= total < MOST_BYTES):
+        raise ValueError(f"{path}: total_size is {str(total)[:60]!r}, expected bytes")
+    return tuple(sorted(set(names.values()))), None if total is None else int(total)
 
 
 def _json(host: Host, path: str) -> dict[str, Any] | None:
     done = host.read(["cat", path], timeout=LOOK_S)
     try:
         data = json.loads(done.text) if done.code == 0 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 

@@ -35,6 +35,7 @@ ALIVE_S = 0.75  # between two looks at the engine's life
 PACKET = 1 << 16
 ARRIVAL = getattr(socket, "SO_TIMESTAMPNS", 35) if sys.platform == "linux" else 0  # the option and its note's type
 NOTE = struct.Struct("@qq")  # seconds, nanoseconds
+MOST_DIGITS = 18  # of a body's length; a longer one is none
 HEX = b"0123456789abcdefABCDEF"
 TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
@@ -246,7 +247,8 @@ class Framing:
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
         length = headers.get("Content-Length", "")
-        self._length = int(length) if length.isdecimal() and not self._chunked else None
+        told = length.isdecimal() and len(length) <= MOST_DIGITS and not self._chunked
+        self._length = int(length) if told else None
         self._left, self._rest = self._length or 0, b""
         self.ended = self._length == 0
         self.short = False

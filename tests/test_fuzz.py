@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import leaves, name_of, with_leaf
+from scripted import SSE, Scripted, delta, usage, whole
 
+from pytest_dspark import inventory, manifest
 from pytest_dspark.cluster import cluster_from, load_cluster
-from pytest_dspark.errors import DsparkError
+from pytest_dspark.endpoint import Asked, Endpoint
+from pytest_dspark.errors import ConfigError, DsparkError
+from pytest_dspark.gate import judge_tool
 from pytest_dspark.hosts import known_hosts, ssh_config
 from pytest_dspark.logs import read_log
 from pytest_dspark.metrics import read_metrics
@@ -183,6 +188,67 @@ def test_plain_answer(value):
     ours(lambda: plain_reply({"choices": [value]}, {}, "", TIMING))
 
 
+CHOICE = {
+    "index": 0,
+    "text": "a",
+    "delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]},
+    "message": {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    "logprobs": {
+        "content": [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "a", "logprob": -0.5}]}],
+        "tokens": ["a"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"a": -0.5}],
+    },
+    "finish_reason": "stop",
+}
+
+
+@pytest.mark.parametrize("value", [None, 5, True, "x", [], [7], [[1]], {}, {"a": "b"}, [None]], ids=repr)
+@pytest.mark.parametrize("path", [path for path, _ in leaves(CHOICE)], ids=lambda path: name_of(path, ""))
+def test_an_answer_with_any_part_of_another_kind(path, value):
+    for part in {path[:end] for end in range(1, len(path) + 1)}:
+        data = {"choices": [with_leaf(CHOICE, part, value)], "usage": {"completion_tokens": 1}}
+        reader = StreamReader()
+        packet = b"data: " + json.dumps(data).encode() + b"\n\n"
+        ours(lambda reader=reader, packet=packet: reader.feed(packet, 0.0) and reader.reply({}, "", TIMING))
+        ours(lambda data=data: plain_reply(data, {}, "", TIMING))
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (SSE.replace(b"\r\n\r\n", f"\r\ncontent-length: {LONG}\r\n\r\n".encode()), "ok"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 2000 + SSE, "ok"),
+        (whole(b"[" * 100_000, status="500 Broken"), "SERVER_ERROR"),
+    ],
+    ids=["length", "100", "deep"],
+)
+@pytest.mark.parametrize("reader", ["loop", "threads"])
+def test_an_answer_that_no_server_gives_ends_its_own_stream_alone(answer, said, reader):
+    body = delta("stop", content="ok") + usage(1) + b"data: [DONE]\n\n"
+    with Scripted((answer + (body if said == "ok" else b""),), (SSE + body,)) as server:
+        asked = [Asked({"prompt": "x"}), Asked({"prompt": "x"}, due_s=0.1)]
+        first, second = Endpoint(server.url, "m", reader=reader).stream_many(asked, places=1)
+    assert said in (getattr(first, "text", ""), getattr(first, "code", "")) and second.text == "ok"
+
+
+def test_a_number_of_a_server_that_is_no_number():
+    with Scripted((whole({"data": [{"id": "m", "max_model_len": LONG}]}),)) as server:
+        (card,) = Endpoint(server.url, "m").models()
+    assert card.max_model_len is None and "expected a number" in card.problem
+    pool = read_metrics(f'vllm:cache_config_info{{kv_cache_size_tokens="{LONG}"}} 1\n').kv_pool
+    assert pool.value is None and "kv_cache_size_tokens" in pool.reason
+
+
+@pytest.mark.parametrize("said", ["[" * 100_000, '{"a": 1, "a": 1}', '{"a": true}', '{"a": NaN}', f'{{"a": {LONG}}}'])
+def test_arguments_of_a_tool_that_are_no_json_are_wrong(said):
+    ok, message = judge_tool([("f", said)], "f", {"a": 1})
+    assert not ok and message
+
+
 @FEW
 @given(
     text=st.one_of(
@@ -260,3 +326,46 @@ def test_ssh_files(tmp_path, data, line):
 def test_deep_and_long_json_of_a_server_is_our_error(text):
     reader = StreamReader()
     ours(lambda: reader.feed(f"data: {text}\n\n".encode(), 0.0))
+
+
+@pytest.mark.parametrize(
+    "text", [f"x = {LONG}", f"x = {'[' * 20_000}{']' * 20_000}", f"x = {'{a=' * 3000}1{'}' * 3000}"]
+)
+@pytest.mark.parametrize("load", [load_cluster, load_recipe])
+def test_deep_and_long_toml_is_our_error(tmp_path, load, text):
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.toml"):
+        load(tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[" * 100_000,
+        LONG,
+        "[]",
+        "",
+        '{"packages": 5}',
+        '{"packages": {"a": 1}}',
+        '{"hashes": {"a": [1]}}',
+        '{"kernel": 1}',
+    ]
+    + ['{"packages": {"a": "1", "a": "2"}}'],
+)
+def test_what_a_rank_says_of_itself_in_another_shape_is_no_inventory_and_no_manifest(said):
+    assert "printed no inventory" in inventory.parse(said).missing
+    assert inventory.parse('{"packages": {"a": "1"}, "hashes": {"a": null, "b": {"c": null}}}').packages == {"a": "1"}
+    assert said[:1] == "{" or manifest.parse(said) is None
+
+
+def test_a_manifest_with_a_key_twice_has_no_meaning():
+    assert manifest.parse('{"vllm_version": "1", "vllm_version": "2"}') is None
+
+
+@pytest.mark.parametrize("before", [480, 495, 499])
+def test_a_key_that_a_server_repeats_is_not_cut_in_half_and_told(before):
+    key = "Plant-4711-of-the-server"
+    answer = whole({"error": {"message": "x" * before + key}}, status="401 Unauthorized")
+    with Scripted((answer,)) as server, pytest.raises(DsparkError) as caught:
+        Endpoint(server.url, "m", api_key=key).models()
+    assert "xxx" in caught.value.message and "Plant"[:1] not in caught.value.message.partition("xxx")[2]

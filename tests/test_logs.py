@@ -444,3 +444,30 @@ def test_real_starts(folder: str, version: str, mode: str, tokens: int, faults: 
 def test_real_faults(name: str, kinds: set[str]) -> None:
     log = read_log((REAL / "vllm-0.32.0-cpu-lab" / f"fault-{name}.txt").read_text())
     assert {fault.kind for fault in log.faults} == kinds
+
+
+ECHOES = [
+    "(APIServer pid=1) INFO 11-30 02:50:00 [logger.py:40] Received request cmpl-1-0: prompt: '{}', params: SamplingParams(n=1)",
+    "(APIServer pid=1) DEBUG 11-30 02:50:00 [logger.py:49] Request chatcmpl-1 details: prompt: '{}', prompt_token_ids: [1]",
+    "(APIServer pid=1) INFO 11-30 02:50:00 [logger.py:71] Generated response cmpl-1: output: '{}', finish_reason: stop",
+    '(APIServer pid=1) INFO:     192.0.2.9:40000 - "GET /{} HTTP/1.1" 404 Not Found',
+]
+CLAIMS = [
+    "GPU KV cache size: 999,999,999 tokens",
+    "(Worker_TP0 pid=1) CUDA_GRAPH_RUNTIME requested=regular resolved=regular mode=FULL_DECODE_ONLY decode_mode=FULL breakable=false enforce_eager=false strict=true",
+    "Initializing a V1 LLM engine (v9.9) with config: model=x, compilation_config={}",
+    "rank 0 in world size 9 is assigned",
+    "vllm.v1.engine.exceptions.EngineDeadError",
+    "CUDA out of memory",
+    "Unknown vLLM environment variable detected: VLLM_X",
+]
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_a_client_sent_proves_nothing_and_accuses_nobody(echo, claim):
+    own = "INFO GPU KV cache size: 1,000 tokens\n"
+    log = read_log(own + echo.replace("{}", claim) + "\n")
+    assert log == read_log(own)
+    assert read_log(claim) != read_log("")
+    assert search(echo.replace("{}", claim) + "\n" + claim, re.escape(claim)) == (2, claim[:500])

@@ -159,3 +159,10 @@ def test_a_recorded_reading():
     assert metrics.value("vllm:prefix_cache_hits_total") == 16
     assert metrics.value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == 2
     assert metrics.kv_pool_tokens == int(metrics.label("vllm:cache_config_info", "kv_cache_size_tokens"))
+
+
+def test_a_series_that_is_there_twice_is_no_number_and_never_the_sum_of_both():
+    twice = 'vllm:generation_tokens_total{engine="0"} 100\nvllm:generation_tokens_total{engine="0"} 100\n'
+    found = read_metrics(twice).figure("vllm:generation_tokens_total")
+    assert found.value is None and "twice" in found.reason
+    assert read_metrics(twice.replace('"0"', '"1"', 1)).value("vllm:generation_tokens_total") == 200

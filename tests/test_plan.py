@@ -238,6 +238,18 @@ HOST = {"name": "a", "address": "192.0.2.1", "docker": "unix:///var/run/docker.s
         ({"host": [HOST, HOST]}, "names must differ"),
         ({"host": [HOST], "port": "8888"}, "port must be int"),
         ({"host": [HOST | {"env": {"A": 1}}]}, "env A must be a string"),
+        ({"host": [HOST | {"env": {"A=B": "x"}}]}, "env 'A=B' cannot"),
+        ({"host": [HOST | {"env": {"A": "x\0y"}}]}, "env 'A' cannot"),
+        *(
+            ({"host": [HOST | {key: "-delete"}]}, f"{key} must be")
+            for key in ("name", "address", "model", "cache", "rdma")
+        ),
+        *(({"host": [HOST | {key: "models/x"}]}, f"{key} must be a path from /") for key in ("model", "manifest")),
+        *(({"host": [HOST | {"name": name}]}, "name must be") for name in ("../x", "a\nb", "a\x1b[2J")),
+        ({"host": [HOST | {"address": "192.0.2.1 -x"}]}, "address must be one word"),
+        *(({"host": [HOST], "port": port}, "port must be 1 to 65535") for port in (0, -1, 70000)),
+        ({"host": [HOST], "container": "-x"}, "container must be"),
+        ({"host": [HOST], "name": "../../etc"}, "name must be one word"),
     ],
 )
 def test_cluster_file_refusals(data, words):

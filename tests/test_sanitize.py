@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
+import re
+import shlex
 import time
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
+from xml.sax.saxutils import escape as xml_text
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +120,17 @@ def test_argv_without_secrets_is_unchanged() -> None:
         f"--api-key {PLANTED}",
         f"--api-key={PLANTED}",
         f"--hf-token '{PLANTED}'",
+        f"environ({{'HF_TOKEN': '{PLANTED}', 'PATH': '/bin'}})",
+        f'"VLLM_API_KEY": "{PLANTED}"',
+        f'VLLM_API_KEY="two words {PLANTED}"',
+        f"PGPASSWORD={PLANTED} MYSQL_PWD={PLANTED} SECRET={PLANTED} MY_PASS={PLANTED}",
+        f"vllm_api_key={PLANTED} password={PLANTED}",
+        f"api_key=['one', '{PLANTED}']",
+        f"GET /v1/models?api_key={PLANTED}&x=1 then ?token={PLANTED}",
+        f"X-Api-Key: {PLANTED}",
+        f"Authorization: token {PLANTED}",
+        f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{PLANTED}",
+        f"nvapi-{PLANTED}",
     ],
 )
 def test_shapes_are_masked(text: str) -> None:
@@ -152,6 +168,24 @@ def test_known_values_in_every_spelling() -> None:
     masked = mask_text(text, [value])
     for spelling in (value, json.dumps(value)[1:-1], quote(value, safe=""), quote(value), repr(value)[1:-1]):
         assert spelling not in masked
+
+
+@pytest.mark.parametrize("value", ["p w\"ä/\\x+1'&<>", "Plain4711word", "''''", "%%%%", "a+b/c=="])
+def test_a_known_value_however_it_was_written(value: str) -> None:
+    printed = json.dumps(value, ensure_ascii=False)
+    written = [
+        *(repr(repr(value)), json.dumps(printed, ensure_ascii=False), repr(value.encode()), shlex.quote(value)),
+        *(
+            quote_plus(value),
+            re.sub("%..", lambda found: found[0].lower(), quote(value, safe="")),
+        ),
+        *(html.escape(value), html.escape(value, quote=False), xml_text(value)),
+        base64.b64encode(value.encode()).decode(),
+    ]
+    for text in written:
+        masked = mask_text(f"before {text} after", [value])
+        assert masked.startswith("before ") and masked.endswith(" after")
+        assert not [part for part in ("4711", "x+1", "x%2B1", "a+b", "a%2", "%%%") if part in masked], (text, masked)
 
 
 def test_short_values_are_left_and_longer_ones_go_first() -> None:
@@ -212,6 +246,8 @@ def test_the_reported_case() -> None:
         "--api-key ",
         "--a",
         " ",
+        *("A", "SECRET", "A_KEY='", "'A_KEY': ", "a_", "api_key", "a_api_key=", "api_key=[", "?token=", "x-api-key: "),
+        *("eyJ", "eyJ.", "eyJaaaaaaaa.", "nvapi-"),
     ],
 )
 def test_a_megabyte_in_linear_time(piece: str) -> None:

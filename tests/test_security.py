@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_dspark.errors import HostError
+from pytest_dspark.hosts.ssh_config import parse_address
+
 PACKAGE = Path(__file__).parents[1] / "pytest_dspark"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SHELLS = {
@@ -98,3 +101,10 @@ def test_no_secret_of_ours_is_in_an_argv_or_a_label():
         assert not [key for key, _ in marked.env if is_secret_key(key)]
         assert not [key for key, _ in marked.labels if is_secret_key(key)]
         assert not any("api-key" in word for word in marked.argv)
+
+
+@pytest.mark.parametrize("url", ["ssh://u:Plant@h", "ssh://u@h:0", "ssh://-oProxyCommand=x", "ssh://u@%2doX"])
+def test_an_ssh_address_with_more_or_less_than_an_address_is_refused_and_tells_no_password(url):
+    with pytest.raises(HostError) as caught:
+        parse_address("spark-2", url)
+    assert caught.value.code == "CLUSTER_INVALID" and "Plant" not in caught.value.message

@@ -287,6 +287,9 @@ REFUSED = {
     "two merges give 'abc'": {"merges": ["a b", "b c", "ab c", "a bc"]},
     "this is not the file's known shape (KeyError: 'model')": {"drop": "model"},
     "this is not the file's known shape (ValueError": {"model__merges": ["a b c"]},
+    "this is not the file's known shape (OverflowError": {"added__id": float("inf")},
+    **{f"id {number!r} of 'zq'": {"model__vocab": {"zq": number}} for number in (-1, 2**32, "x", 1.5, True, None)},
+    "id 7 of 'zq' and of 'zx'": {"model__vocab": {"zq": 7, "zx": 7}},
 }
 
 
@@ -302,7 +305,7 @@ def test_what_cannot_be_represented_is_refused_by_name(tmp_path, feature):
     assert f"not supported: {feature}" in caught.value.message
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": 3}'])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": 3}', b"[" * 100_000])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, raw):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(raw)

@@ -39,6 +39,21 @@ def placed(pair, hasher=None):
     return found
 
 
+INDEX = "model.safetensors.index.json"
+BROKEN_INDEXES = (
+    '{"weight_map": ["a"]}',
+    '{"weight_map": {"a": ["b"]}}',
+    '{"weight_map": {"a": 1, "b": "c"}}',
+    '{"weight_map": {}, "metadata": [1]}',
+    *(
+        f'{{"weight_map": {{}}, "metadata": {{"total_size": {size}}}}}'
+        for size in ('"x"', "1e400", "-5", "true", "NaN")
+    ),
+    "[" * 100_000,
+    "{half",
+)
+
+
 def broken(found, weights=RIGHT, sums=None):
     sheet = Sheet()
     compare(weights, sums or {}, found, sheet)
@@ -62,6 +77,8 @@ def test_equal_folders_are_equal_and_bytes_are_said_not_to_be_hashed(pair):
         (lambda folder: (folder / "config.json").write_text("{}"), "config.json model_type"),
         (lambda folder: (folder / "config.json").unlink(), "model folder"),
         (lambda folder: shutil.rmtree(folder), "model folder"),
+        *((lambda folder, text=text: (folder / INDEX).write_text(text), "model folder") for text in BROKEN_INDEXES),
+        (lambda folder: (folder / "a\tb\n.safetensors").write_bytes(b"x"), "model folder"),
     ],
 )
 def test_each_defect_is_found_on_its_host(pair, change, what):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pytest_dspark import prose
-from pytest_dspark.answers import judge_json
+from pytest_dspark.answers import equal, judge_json
 from pytest_dspark.asking import answer, ask, ask_with_tools, section, token_limit
 from pytest_dspark.audit import Audit, same
 from pytest_dspark.checks import Check
@@ -82,8 +82,8 @@ def _holds(arguments: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 
 def _same(found: Any, wanted: Any) -> bool:
-    """Equal as JSON; true is not 1, and letters and blanks count."""
-    return type(found) is type(wanted) and bool(found == wanted)
+    """Equal as JSON; true is not 1, at any depth, and letters and blanks count."""
+    return type(found) is type(wanted) and equal(found, wanted)
 
 
 def _short(value: Any) -> str:

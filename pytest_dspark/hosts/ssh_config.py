@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pytest_dspark.errors import HostError
+from pytest_dspark.sanitize import mask_text
 
 SSH_PORT = 22
 INCLUDE_DEPTH = 16
@@ -109,8 +110,10 @@ def parse_address(name: str, url: str) -> Address:
         port, host = parts.port, unquote(parts.hostname or "")
     except ValueError as error:
         raise HostError("CLUSTER_INVALID", f"{name}: {url}: {error}") from error
-    if not host or parts.password is not None or parts.path.strip("/") or parts.query or host.startswith("-"):
-        raise HostError("CLUSTER_INVALID", f"{name}: expected ssh://user@host:port and nothing else, found {url}")
+    more = parts.password is not None or parts.path.strip("/") or parts.query
+    if not host or more or port == 0 or host.startswith("-"):
+        found = mask_text(url)
+        raise HostError("CLUSTER_INVALID", f"{name}: expected ssh://user@host:port and nothing else, found {found}")
     return Address(host, unquote(parts.username) if parts.username else None, port)
 
 
