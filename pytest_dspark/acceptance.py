@@ -67,7 +67,7 @@ def outcome(
     missing = absent if narrowed else []
     unmet = _unmet(rows, required, missing)
     bad = [f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD]
-    reasons = [*unmet, *_no_requirement(required), *bad, *_again(rows)]
+    reasons = [*unmet, *unrun(rows, selected), *_no_requirement(required), *bad, *_again(rows)]
     measured_in = Counter(str(row.get("measured_in")) for row in rows if row.get("finding") is not None)
     met = not unmet and not missing and bool(required) and all(required.values()) and not interrupted
     subset = bool(missing)
@@ -143,6 +143,13 @@ def _unmet(
     wanted = [(mark, check) for mark, checks in required.items() for check in checks if (mark, check) not in missing]
     found = {key: verdicts.get(key, ["missing"]) for key in wanted}
     return [f"{mark}: {check} is {' and '.join(said)}" for (mark, check), said in found.items() if said != ["PASS"]]
+
+
+def unrun(rows: Iterable[Mapping[str, Any]], selected: Mapping[str, Iterable[str]]) -> list[str]:
+    """Checks that were selected and have no row: whatever kept them from running, nothing is known of them."""
+    known = {(row["profile"], row["check"]) for row in rows}
+    cases = [(mark, check) for mark, checks in selected.items() for check in sorted(checks) if check]
+    return [f"{mark}: {check} is missing" for mark, check in cases if (mark, check) not in known]
 
 
 def _no_requirement(required: Mapping[str, Sequence[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_dspark import closing, inputs, ledger, provenance
-from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome
+from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome, unrun
 from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole
 from pytest_dspark.pack import load
 from pytest_dspark.publish import Refused, Source, publish
@@ -118,9 +118,12 @@ class Recorder:
             file.write(text)
 
     def _good(self) -> bool:
-        """Exit code 0: something passed, nothing is bad, and all that is required is there unless the run was narrowed."""
+        """Exit code 0: something passed, nothing is bad, all that was selected was run, and all that is required is there unless
+        the run was narrowed."""
         result = self._outcome
         if result is None or not result.counts.get("PASS") or any(result.counts.get(verdict) for verdict in BAD):
+            return False
+        if unrun([row for row in self._state.run.read() if whole(row)], self._selected()):
             return False
         return result.met or result.subset or bool(self._state.options.endpoint)
 

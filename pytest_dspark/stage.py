@@ -496,12 +496,15 @@ class Stage:
         return session.vitals.now()
 
     def alive(self, mark: str) -> None:
-        """Raise the first cause if the engine is known to be lost or the run is being stopped."""
+        """Raise the first cause if the engine is known to be lost, was stopped, or the run is being stopped. Engines of other
+        profiles answer at the same address, so a stopped one must never be asked."""
         if self._cancelled.is_set():
             raise LaunchError("CANCELLED", "the run was interrupted")
-        error = self._session(mark).error
-        if error:
-            raise error
+        session = self._session(mark)
+        if session.error:
+            raise session.error
+        if self._live is not session:
+            raise LaunchError("CANCELLED", f"the engine of {mark} was stopped before this case was done")
 
     def diagnose(self, mark: str) -> DsparkError | None:
         """After a failed request: the rank that ended, if one did. It is the first cause from then on."""

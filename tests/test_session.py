@@ -207,6 +207,10 @@ def test_production_without_a_cluster_is_a_usage_error():
             "profile 'nothing' is not known",
         ),
         (["-m", "production", "--dspark-cluster", "rehearsal", f"--dspark-out={ROOT}"], "outside git work trees"),
+        (
+            ["-m", "production", "--dspark-cluster", "rehearsal", "--junitxml=/proc/none/x.xml"],
+            "--junitxml /proc/none/x",
+        ),
     ],
 )
 def test_usage_errors_launch_nothing(args, words):

@@ -13,7 +13,7 @@ import pytest
 from pytest_dspark.errors import BlockedError, LaunchError
 from pytest_dspark.evidence import new_run
 from pytest_dspark.kept import KeptStore
-from pytest_dspark.stage import Stage, StageOptions
+from pytest_dspark.stage import Session, Stage, StageOptions
 
 
 @pytest.fixture
@@ -28,6 +28,19 @@ def stage(tmp_path):
 def test_an_unplanned_profile_is_blocked(stage):
     with pytest.raises(BlockedError, match="was not planned"):
         stage.acquire("production")
+
+
+def test_the_engine_of_a_profile_that_was_stopped_is_not_asked(stage):
+    """Every profile's engine answers at the same address: another's would answer in its place."""
+    first, second = (Session(mark, plan=None) for mark in ("long1m", "production"))
+    stage._sessions = {"long1m": first, "production": second}
+    stage._live = second
+    stage.enter("production", False)
+    with pytest.raises(BlockedError, match="the engine of long1m was stopped before this case was done"):
+        stage.enter("long1m", False)
+    with pytest.raises(LaunchError, match="was stopped"):
+        stage.alive("long1m")
+    stage._live = None
 
 
 def test_sharers_share_and_one_alone_is_alone(stage, monkeypatch):
