@@ -1,10 +1,13 @@
 """Sessions that end otherwise than planned, or whose plan another plugin changed: what the exit code and the evidence say."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
-from rehearsed import Place
+from rehearsed import ROOT, Place
 
 pytestmark = pytest.mark.timeout(150)
 FEW = ("-k", "launch or test_stream or json or teardown")
@@ -70,3 +73,25 @@ def test_without_a_terminal_reporter(place):
     session = place.run("-p", "no:terminal", *FEW)
     assert session.process.returncode == 0, session.text[-3000:]
     assert "dspark: subset: not an acceptance" in session.text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("hangup", [True, False], ids=["terminal", "pipe"])
+def test_nobody_reads_what_is_said_any_more(place, hangup):
+    """A terminal that hangs up, and `| head`: every write fails from then on, and yet every rank is stopped."""
+    place.env = ({"REHEARSAL_FAULT": "hang_after_tokens=150"}, {})
+    ours, theirs = os.openpty() if hangup else os.pipe()
+    command = [sys.executable, "-m", "pytest", "-m", "production", f"--dspark-cluster={place.cluster()}"]
+    command += [f"--dspark-out={place.out}", "-p", "no:cacheprovider", "suites", *FEW]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    said = b""
+    while b"engine proven and ready" not in said:
+        said += os.read(ours, 65536)
+    assert len(place.living()) == 2
+    os.close(ours)
+    process.send_signal(signal.SIGHUP if hangup else signal.SIGTERM)
+    assert process.wait(timeout=60) != 0
+    assert place.living() == []
+    (run,) = (place.out / "runs").iterdir()
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    assert json.loads((run / "production" / "teardown.json").read_text())["left_behind"] == []
