@@ -66,7 +66,8 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Stop or keep the engine while pytest still reports."""
-        self._state.run.give_spare()
+        with suppress(OSError):  # the ranks are stopped whatever the disk does
+            self._state.run.give_spare()
         self._state.close(interrupted=self._state.interrupted)
         session.config.add_cleanup(self._last_line)
 
@@ -229,7 +230,7 @@ class Recorder:
             word=self._word(result),
             profiles=told,
             run=self._state.run.path,
-            refused=self._refused,
+            refused=self._refused or self._unwritten,
             self_test=str(self._state.selftest or ""),
         ):
             terminalreporter.write_line(line)

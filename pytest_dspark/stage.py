@@ -442,8 +442,7 @@ class Stage:
             return
         if self._remember(session, engine, error):
             troubles = launch.Troubles()
-            with suppress(OSError):  # a full disk
-                launch.save_logs(session.site, engine.ids, troubles)
+            launch.save_logs(session.site, engine.ids, troubles)
             for problem in troubles.problems:
                 session.say(f"a log could not be saved: {problem}")
 
@@ -572,8 +571,11 @@ class Stage:
                 gpus=(session.seen or {}).get("gpus"),
                 free_gib=session.free_gib,
             )
-            self._run.write(f"{session.mark}/teardown.json", session.stopped)
             self._report_stop(session)
+            try:
+                self._run.write(f"{session.mark}/teardown.json", session.stopped)
+            except OSError as error:
+                self._say(f"{session.mark}: how it was stopped could not be written: {error}")
         self._give_back(session)
 
     def _give_back(self, session: Session) -> None:

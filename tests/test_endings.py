@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from rehearsed import ROOT, Place
@@ -95,3 +97,19 @@ def test_nobody_reads_what_is_said_any_more(place, hangup):
     (run,) = (place.out / "runs").iterdir()
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert json.loads((run / "production" / "teardown.json").read_text())["left_behind"] == []
+
+
+def test_an_evidence_folder_that_is_gone_leaves_no_rank_running(place):
+    """Removed, or on a disk that is gone or read-only: nothing can be written any more, and yet every rank is stopped."""
+    place.env = ({"REHEARSAL_FAULT": "hang_after_tokens=150"}, {})
+    session = place.start(*FEW)
+    session.wait_for("engine proven and ready")
+    time.sleep(0.5)
+    shutil.rmtree(place.out)
+    session.process.send_signal(signal.SIGTERM)
+    assert session.end(60) == 1, session.text[-3000:]
+    assert place.living() == [] and "INTERNALERROR" not in session.text and "Traceback" not in session.text
+    assert "production: HARNESS: the log of rank 0 (host-1) could not be kept" in session.text
+    assert "stopped; nothing is left on" not in session.text, "that is said only if all went well"
+    assert "NOT accepted: evidence could not be written" in session.text.splitlines()[-1]
+    assert "next: dspark verify" not in session.text
