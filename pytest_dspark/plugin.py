@@ -397,9 +397,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.items[:] = _in_turn(session.items)
     state = session.config.stash.get(STATE, None)
     if state is not None and not session.config.getoption("collectonly"):
-        state.stage.expect(
-            [(item.nodeid, profile_of(item), check_of(item)) for item in session.items if profile_of(item)]
-        )
+        ours = [item for item in session.items if profile_of(item)]
+        cases = [(item.nodeid, profile_of(item), check_of(item)) for item in ours]
+        state.stage.expect(cases, list(dict.fromkeys(str(item.path) for item in ours)))
 
 
 @pytest.hookimpl(tryfirst=True)

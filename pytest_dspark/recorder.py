@@ -88,7 +88,7 @@ class Recorder:
             known = {row["nodeid"] for row in state.run.read() if whole(row)}
             for nodeid in state.stage.cases.keys() - known:
                 self._write_lost(nodeid, "not run: an xdist worker crashed")
-        self._stated = self._of_ourselves(session.config.rootpath)
+        self._stated = self._of_ourselves()
         self._outcome = outcome(
             [row for row in state.run.read() if whole(row)],
             {mark: state.recipe.required(mark) for mark in state.plans},
@@ -155,9 +155,9 @@ class Recorder:
         given = self._state.options.profile
         return [made.profile.name for made in self._state.plans.values()] if given else []
 
-    def _of_ourselves(self, rootpath: Path) -> list[str]:
+    def _of_ourselves(self) -> list[str]:
         """Keep the suites that were run; what is not as it should be of them, of our own files and of the ledger."""
-        suites = provenance.suites_of(self._state.stage.cases, rootpath)
+        suites = provenance.suites_of(self._state.stage.suites)
         inputs.keep_suites(self._state.run, suites)
         changes = provenance.own_changes()
         told = [f"pytest-dspark's own files are changed: {', '.join(changes[:5])}"] if changes else []

@@ -102,6 +102,7 @@ class Stage:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dspark-engine")
         self._changed = threading.Condition()
         self.cases: dict[str, tuple[str, str]] = {}
+        self.suites: tuple[str, ...] = ()
         self._outstanding: dict[str, int] = {}
         self._abandoned = False
         self._alone, self._together, self._waiting_alone = False, 0, 0
@@ -112,10 +113,12 @@ class Stage:
 
     # --- what the tests of this session are
 
-    def expect(self, cases: Sequence[tuple[str, str, str]]) -> None:
-        """The test cases of this session as (node id, profile, check); the first word counts, and every worker's is equal."""
+    def expect(self, cases: Sequence[tuple[str, str, str]], suites: Sequence[str] = ()) -> None:
+        """The test cases of this session as (node id, profile, check), and the files that they are in, which a node id does not
+        always tell; the first word counts, and every worker's is equal."""
         with self._changed:
             if not self.cases:
+                self.suites = tuple(suites)
                 self.cases = {nodeid: (mark, check) for nodeid, mark, check in cases}
                 for mark, _ in self.cases.values():
                     self._outstanding[mark] = self._outstanding.get(mark, 0) + 1

@@ -113,3 +113,17 @@ def test_an_evidence_folder_that_is_gone_leaves_no_rank_running(place):
     assert "stopped; nothing is left on" not in session.text, "that is said only if all went well"
     assert "NOT accepted: evidence could not be written" in session.text.splitlines()[-1]
     assert "next: dspark verify" not in session.text
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_suites_outside_the_root_folder_are_known(place, workers):
+    """`--pyargs pytest_dspark.suites`, or another --rootdir: node ids say no folder, and the run is published all the same."""
+    elsewhere = place.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "test_launch.py").write_text("raise RuntimeError('not this file')\n")
+    session = place.run(f"--rootdir={elsewhere}", "-c", "/dev/null", "-n", workers, *FEW)
+    assert session.process.returncode == 0, session.text[-3000:]
+    assert {row["nodeid"].partition("::")[0] for row in session.cases()} >= {"test_launch.py", "test_teardown.py"}
+    kept = session.folder / "publish" / "inputs" / "suites" / "test_launch.py"
+    assert kept.read_bytes() == (ROOT / "suites" / "test_launch.py").read_bytes()
+    assert not [reason for reason in session.run_json()["reasons"] if reason.startswith("suite ")]
