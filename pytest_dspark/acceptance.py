@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+INTERRUPTED = "the run was interrupted"
 BAD = ("FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED")
 
 
@@ -160,7 +161,7 @@ def _notes(rehearsal: bool, subset: bool, interrupted: bool, foreign: bool) -> l
     notes = {
         "a rehearsal proves the harness and never an engine": rehearsal,
         "subset: not an acceptance": subset,
-        "the run was interrupted": interrupted,
+        INTERRUPTED: interrupted,
         "nothing proves what answered at --dspark-endpoint": foreign,
     }
     return [text for text, true in notes.items() if true]

@@ -281,7 +281,11 @@ def _junit_path(config: pytest.Config, state: State) -> Path:
 
 
 def _refuse_junit_path(config: pytest.Config) -> None:
-    """A report that cannot be written is known now, and not after hours."""
+    """A report that cannot be written, or not be published, is known now and not after hours."""
+    if config.getini("junit_duration_report") != "total":
+        raise pytest.UsageError(
+            "junit_duration_report = call: the report must say what a whole case took, expected total"
+        )
     if not config.option.xmlpath:
         return
     path = Path(os.path.expandvars(config.option.xmlpath)).expanduser()  # as pytest does
@@ -291,6 +295,8 @@ def _refuse_junit_path(config: pytest.Config) -> None:
         path.open("ab").close()
     except OSError as error:
         raise pytest.UsageError(f"--junitxml {path}: {error}") from error
+    if not path.is_file():
+        raise pytest.UsageError(f"--junitxml {path}: expected a file that can be read again")
 
 
 def _live(config: pytest.Config) -> Live:
