@@ -127,3 +127,20 @@ def test_suites_outside_the_root_folder_are_known(place, workers):
     kept = session.folder / "publish" / "inputs" / "suites" / "test_launch.py"
     assert kept.read_bytes() == (ROOT / "suites" / "test_launch.py").read_bytes()
     assert not [reason for reason in session.run_json()["reasons"] if reason.startswith("suite ")]
+
+
+@pytest.mark.parametrize("broken", ["ledger", "plan"])
+def test_evidence_that_is_damaged_is_refused_and_the_run_still_says_how_it_ended(place, broken):
+    """A line that a disk spoiled, a file that somebody removed: one sentence, and not a traceback after hours."""
+    session = place.start(*FEW)
+    session.wait_for("starting rank 1 on")
+    if broken == "ledger":
+        with (place.out / "ledger.jsonl").open("a") as file:
+            file.write("no line of a ledger\n")
+    else:
+        (session.folder / "production" / "plan.json").unlink()
+    assert session.end() == 1, session.text[-3000:]
+    told = session.run_json()
+    assert (told["status"], told["publishable"]) == ("complete", False)
+    assert told["refused"].startswith("what the run left cannot be read: "), told["refused"]
+    assert "NOT PUBLISHED" in session.text.splitlines()[-1] and not (session.folder / "publish").exists()
