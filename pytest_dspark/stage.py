@@ -509,8 +509,11 @@ class Stage:
             raise LaunchError("CANCELLED", f"the engine of {mark} was stopped before this case was done")
 
     def diagnose(self, mark: str) -> DsparkError | None:
-        """After a failed request: the rank that ended, if one did. It is the first cause from then on."""
+        """After a failed request: the rank that ended, if one did. It is the first cause from then on. In a run that is being
+        stopped a request ends because its engine is."""
         session = self._session(mark)
+        if session.error is None and self._cancelled.is_set():
+            return LaunchError("CANCELLED", "the run was interrupted")
         if session.error is None and session.engine and session.watcher and session.stopped is None:
             error = session.watcher.settled(SETTLE_S, self._cancelled.is_set)
             if error:
@@ -550,7 +553,7 @@ class Stage:
         session = self._session(mark)
         if patient:
             self._wait_for_turn(mark, 1)
-        kept_up = self._options.keep or self._options.attach
+        kept_up = self._options.attach or (self._options.keep and not self._cancelled.is_set())
         if not kept_up:
             self._thread_do(lambda: self._release(session))
         return Finding("teardown", {"kept": kept_up, "launched": bool(session.started), "result": session.stopped})

@@ -43,6 +43,17 @@ def test_the_engine_of_a_profile_that_was_stopped_is_not_asked(stage):
     stage._live = None
 
 
+def test_what_ends_while_the_run_is_stopped_is_cancelled_and_nothing_is_called_kept(tmp_path):
+    store = KeptStore(tmp_path / "kept")
+    made = Stage({}, new_run(tmp_path), StageOptions(keep=True), open_host=None, say=print, kept_store=store)
+    made._sessions = {"production": Session("production", plan=None)}
+    assert made.diagnose("production") is None and made.teardown_finding("production").data["kept"]
+    made.cancel()
+    assert made.diagnose("production").code == "CANCELLED"
+    assert not made.teardown_finding("production").data["kept"], "an interrupted run keeps no engine"
+    made.close(interrupted=True)
+
+
 def test_sharers_share_and_one_alone_is_alone(stage, monkeypatch):
     monkeypatch.setattr(stage, "alive", lambda _mark: None)
     order = []
