@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+INTERRUPTED = "the run was interrupted"
 BAD = ("FAIL", "TOKEN_LIMIT", "ERROR", "CAPACITY", "BLOCKED")
 
 
@@ -67,7 +68,7 @@ def outcome(
     missing = absent if narrowed else []
     unmet = _unmet(rows, required, missing)
     bad = [f"{row['profile']}: {row['check']} is {row['verdict']}" for row in rows if row["verdict"] in BAD]
-    reasons = [*unmet, *_no_requirement(required), *bad, *_again(rows)]
+    reasons = [*unmet, *unrun(rows, selected), *_no_requirement(required), *bad, *_again(rows)]
     measured_in = Counter(str(row.get("measured_in")) for row in rows if row.get("finding") is not None)
     met = not unmet and not missing and bool(required) and all(required.values()) and not interrupted
     subset = bool(missing)
@@ -145,6 +146,13 @@ def _unmet(
     return [f"{mark}: {check} is {' and '.join(said)}" for (mark, check), said in found.items() if said != ["PASS"]]
 
 
+def unrun(rows: Iterable[Mapping[str, Any]], selected: Mapping[str, Iterable[str]]) -> list[str]:
+    """Checks that were selected and have no row: whatever kept them from running, nothing is known of them."""
+    known = {(row["profile"], row["check"]) for row in rows}
+    cases = [(mark, check) for mark, checks in selected.items() for check in sorted(checks) if check]
+    return [f"{mark}: {check} is missing" for mark, check in cases if (mark, check) not in known]
+
+
 def _no_requirement(required: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{mark}: the recipe requires nothing of this profile" for mark, checks in required.items() if not checks]
 
@@ -153,7 +161,7 @@ def _notes(rehearsal: bool, subset: bool, interrupted: bool, foreign: bool) -> l
     notes = {
         "a rehearsal proves the harness and never an engine": rehearsal,
         "subset: not an acceptance": subset,
-        "the run was interrupted": interrupted,
+        INTERRUPTED: interrupted,
         "nothing proves what answered at --dspark-endpoint": foreign,
     }
     return [text for text, true in notes.items() if true]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pytest_dspark.acceptance import BAD, Outcome
+from pytest_dspark.acceptance import BAD, INTERRUPTED, Outcome
 from pytest_dspark.headlines import headlines
 from pytest_dspark.tables import VERDICTS, Row, fault_of, of_tests
 
@@ -61,7 +61,7 @@ def _next(rows: Sequence[Row], outcome: Outcome, run: Path, refused: str) -> lis
     """Where the pack is, and the next command."""
     pack = run / "publish"
     lines = [f"evidence: {run}"] if refused else [f"pack: {pack} (report.html, PACK.md)"]
-    if any(row["verdict"] in ("ERROR", "BLOCKED") for row in rows):
+    if INTERRUPTED in outcome.reasons or any(row["verdict"] in ("ERROR", "BLOCKED") for row in rows):
         return [*lines, f"next: pytest … --dspark-resume {run.name} measures only what is missing"]
     if refused:
         return [*lines, f"next: look at {shlex.quote(str(run / 'run.json'))}"]

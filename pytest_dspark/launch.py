@@ -137,13 +137,17 @@ def last_lines(path: Path, count: int = 3) -> str:
 
 
 def keep_log(site: Site, rank: int, rank_id: str) -> None:
-    """Fetch the rank's whole log into the run folder; secret values that it was given are masked in what is kept."""
+    """Fetch the rank's whole log into the run folder; secret values that it was given are masked in what is kept. Raises
+    HARNESS if the folder cannot be written: full, gone, read-only."""
     spec = site.plan.specs[rank]
-    site.host(spec).save_log(rank_id, site.log_path(rank))
-    raw = read_text(site.log_path(rank))
-    masked = mask_text(raw, site.run.secrets)
-    if masked != raw:
-        write_whole(site.log_path(rank), masked)
+    try:
+        site.host(spec).save_log(rank_id, site.log_path(rank))
+        raw = read_text(site.log_path(rank))
+        masked = mask_text(raw, site.run.secrets)
+        if masked != raw:
+            write_whole(site.log_path(rank), masked)
+    except OSError as error:
+        raise LaunchError("HARNESS", f"the log of rank {rank} ({spec.host}) could not be kept: {error}") from error
 
 
 # --- is it alive?
@@ -386,8 +390,10 @@ def _host_of(site: Site, rank: int) -> Host:
 def _stop_one(site: Site, rank: int, rank_id: str) -> RankState:
     host = _host_of(site, rank)
     state = host.stop(rank_id, grace_s=site.plan.recipe.launch.stop_grace_s)
-    keep_log(site, rank, rank_id)
-    host.remove(rank_id)
+    try:
+        keep_log(site, rank, rank_id)
+    finally:
+        host.remove(rank_id)
     return state
 
 

@@ -34,22 +34,29 @@ class Live:
         text = printable(text)
         self._shown = now
         if self._terminal:
-            self._stream.write(f"{CLEAR if self._open else chr(10)}dspark: {text}")
-            self._stream.flush()
+            self._write(f"{CLEAR if self._open else chr(10)}dspark: {text}")
             self._open = True
         else:
-            print(f"dspark: {text}", file=self._stream, flush=True)
+            self._write(f"dspark: {text}\n")
 
     def line(self, text: str) -> None:
-        if self._stream is None:
-            return
-        print(f"{CLEAR if self._open else ''}dspark: {printable(text)}", file=self._stream, flush=True)
+        self._write(f"{CLEAR if self._open else ''}dspark: {printable(text)}\n")
         self._open = False
         self._shown = self._clock()
 
     def clear(self) -> None:
         """What is shown is over; nothing is left of it."""
-        if self._stream is not None and self._open:
-            self._stream.write(CLEAR)
-            self._stream.flush()
+        if self._open:
+            self._write(CLEAR)
         self._open = False
+
+    def _write(self, text: str) -> None:
+        """Nobody may be there any more (a terminal that hung up, a closed pipe): then it is silent, and whoever spoke goes on,
+        above all with stopping ranks."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._stream = None

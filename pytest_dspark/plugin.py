@@ -270,6 +270,7 @@ def _refuse_modes(config: pytest.Config, given: setup.Options, marks: tuple[str,
         raise pytest.UsageError(
             "timeout method thread kills pytest without teardown and report; use --timeout-method=signal"
         )
+    _refuse_junit_path(config)
 
 
 def _junit_path(config: pytest.Config, state: State) -> Path:
@@ -279,9 +280,28 @@ def _junit_path(config: pytest.Config, state: State) -> Path:
     return Path(config.option.xmlpath)
 
 
+def _refuse_junit_path(config: pytest.Config) -> None:
+    """A report that cannot be written, or not be published, is known now and not after hours."""
+    if config.getini("junit_duration_report") != "total":
+        raise pytest.UsageError(
+            "junit_duration_report = call: the report must say what a whole case took, expected total"
+        )
+    if not config.option.xmlpath:
+        return
+    path = Path(os.path.expandvars(config.option.xmlpath)).expanduser()  # as pytest does
+    config.option.xmlpath = str(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise pytest.UsageError(f"--junitxml {path}: {error}") from error
+    if not path.is_file():
+        raise pytest.UsageError(f"--junitxml {path}: expected a file that can be read again")
+
+
 def _live(config: pytest.Config) -> Live:
     """Progress on the real stderr, through pytest's capture; silent with -q."""
-    quiet = config.getoption("verbose") < 0
+    quiet = config.getoption("verbose", 0) < 0
     return Live(None if quiet else os.fdopen(os.dup(2), "w", buffering=1, errors="replace"))
 
 
@@ -367,21 +387,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = [item for item in items if profile_of(item) and profile_of(item) not in marks]
     if gone:
         config.hook.pytest_deselected(items=gone)
-    kept = [item for item in items if item not in set(gone)]
-    plain = [item for item in kept if not profile_of(item)]
-    ours = sorted(
-        (item for item in kept if profile_of(item)), key=lambda item: selection.order(profile_of(item), check_of(item))
-    )
-    items[:] = plain + ours
+    items[:] = _in_turn([item for item in items if item not in set(gone)])
 
 
-@pytest.hookimpl(trylast=True)
+def _in_turn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of no profile first, then profile by profile, the teardown last: one engine is up at a time."""
+    plain = [item for item in items if not profile_of(item)]
+    ours = [item for item in items if profile_of(item)]
+    return plain + sorted(ours, key=lambda item: selection.order(profile_of(item), check_of(item)))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
+    """The order stands only now: --ff, --nf and plugins that wrap the hook above sort after it."""
+    session.items[:] = _in_turn(session.items)
     state = session.config.stash.get(STATE, None)
     if state is not None and not session.config.getoption("collectonly"):
-        state.stage.expect(
-            [(item.nodeid, profile_of(item), check_of(item)) for item in session.items if profile_of(item)]
-        )
+        ours = [item for item in session.items if profile_of(item)]
+        cases = [(item.nodeid, profile_of(item), check_of(item)) for item in ours]
+        state.stage.expect(cases, list(dict.fromkeys(str(item.path) for item in ours)))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -431,11 +455,18 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    made = session.config.stash.get(RECORDER, None)
-    if made is not None:
-        made.finish(session)
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """When the raw report is finished; also if it, or another plugin's, could not be written."""
+    try:
+        yield
+    except OSError:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        raise
+    finally:
+        made = session.config.stash.get(RECORDER, None)
+        if made is not None:
+            made.finish(session)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -53,10 +53,9 @@ def own_suites() -> dict[str, str]:
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.py"))} if folder else {}
 
 
-def suites_of(nodeids: Iterable[str], root: Path) -> dict[str, Path]:
+def suites_of(files: Iterable[str]) -> dict[str, Path]:
     """The files of the cases, by file name."""
-    names = dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids)
-    return {Path(name).name: (root / name).resolve() for name in names if (root / name).is_file()}
+    return {Path(file).name: Path(file).resolve() for file in files if Path(file).is_file()}
 
 
 def foreign_suites(suites: Mapping[str, Path]) -> list[str]:

@@ -132,8 +132,10 @@ def publish(source: Source, projector: Projector | None = None) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     try:
         _publish(source, target, projector or projector_of(source))
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, pack.SHAPE):  # a file of the run or its ledger that is damaged
+            raise Refused(f"what the run left cannot be read: {type(error).__name__}: {error}") from error
         raise
     return target
 

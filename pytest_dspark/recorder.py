@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_dspark import closing, inputs, ledger, provenance
-from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome
+from pytest_dspark.acceptance import BAD, Outcome, against_publishing, outcome, unrun
 from pytest_dspark.errors import printable
 from pytest_dspark.evidence import Case, RunFolder, row, utc_now, whole
 from pytest_dspark.pack import load
@@ -67,7 +67,8 @@ class Recorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Stop or keep the engine while pytest still reports."""
-        self._state.run.give_spare()
+        with suppress(OSError):  # the ranks are stopped whatever the disk does
+            self._state.run.give_spare()
         self._state.close(interrupted=self._state.interrupted)
         session.config.add_cleanup(self._last_line)
 
@@ -88,7 +89,7 @@ class Recorder:
             known = {row["nodeid"] for row in state.run.read() if whole(row)}
             for nodeid in state.stage.cases.keys() - known:
                 self._write_lost(nodeid, "not run: an xdist worker crashed")
-        self._stated = self._of_ourselves(session.config.rootpath)
+        self._stated = self._of_ourselves()
         self._outcome = outcome(
             [row for row in state.run.read() if whole(row)],
             {mark: state.recipe.required(mark) for mark in state.plans},
@@ -119,9 +120,12 @@ class Recorder:
             file.write(text)
 
     def _good(self) -> bool:
-        """Exit code 0: something passed, nothing is bad, and all that is required is there unless the run was narrowed."""
+        """Exit code 0: something passed, nothing is bad, all that was selected was run, and all that is required is there unless
+        the run was narrowed."""
         result = self._outcome
         if result is None or not result.counts.get("PASS") or any(result.counts.get(verdict) for verdict in BAD):
+            return False
+        if unrun([row for row in self._state.run.read() if whole(row)], self._selected()):
             return False
         return result.met or result.subset or bool(self._state.options.endpoint)
 
@@ -152,9 +156,9 @@ class Recorder:
         given = self._state.options.profile
         return [made.profile.name for made in self._state.plans.values()] if given else []
 
-    def _of_ourselves(self, rootpath: Path) -> list[str]:
+    def _of_ourselves(self) -> list[str]:
         """Keep the suites that were run; what is not as it should be of them, of our own files and of the ledger."""
-        suites = provenance.suites_of(self._state.stage.cases, rootpath)
+        suites = provenance.suites_of(self._state.stage.suites)
         inputs.keep_suites(self._state.run, suites)
         changes = provenance.own_changes()
         told = [f"pytest-dspark's own files are changed: {', '.join(changes[:5])}"] if changes else []
@@ -227,7 +231,7 @@ class Recorder:
             word=self._word(result),
             profiles=told,
             run=self._state.run.path,
-            refused=self._refused,
+            refused=self._refused or self._unwritten,
             self_test=str(self._state.selftest or ""),
         ):
             terminalreporter.write_line(printable(line))

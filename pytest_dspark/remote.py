@@ -121,8 +121,8 @@ class RemoteStage:
             raise value
         return value
 
-    def expect(self, cases: Sequence[tuple[str, str, str]]) -> None:
-        self._call("expect", list(cases))
+    def expect(self, cases: Sequence[tuple[str, str, str]], suites: Sequence[str] = ()) -> None:
+        self._call("expect", list(cases), list(suites))
 
     def acquire(self, mark: str) -> dict[str, Any]:
         result: dict[str, Any] = self._call("acquire", mark, patient=True)

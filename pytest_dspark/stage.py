@@ -102,6 +102,7 @@ class Stage:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dspark-engine")
         self._changed = threading.Condition()
         self.cases: dict[str, tuple[str, str]] = {}
+        self.suites: tuple[str, ...] = ()
         self._outstanding: dict[str, int] = {}
         self._abandoned = False
         self._alone, self._together, self._waiting_alone = False, 0, 0
@@ -112,10 +113,12 @@ class Stage:
 
     # --- what the tests of this session are
 
-    def expect(self, cases: Sequence[tuple[str, str, str]]) -> None:
-        """The test cases of this session as (node id, profile, check); the first word counts, and every worker's is equal."""
+    def expect(self, cases: Sequence[tuple[str, str, str]], suites: Sequence[str] = ()) -> None:
+        """The test cases of this session as (node id, profile, check), and the files that they are in, which a node id does not
+        always tell; the first word counts, and every worker's is equal."""
         with self._changed:
             if not self.cases:
+                self.suites = tuple(suites)
                 self.cases = {nodeid: (mark, check) for nodeid, mark, check in cases}
                 for mark, _ in self.cases.values():
                     self._outstanding[mark] = self._outstanding.get(mark, 0) + 1
@@ -442,8 +445,7 @@ class Stage:
             return
         if self._remember(session, engine, error):
             troubles = launch.Troubles()
-            with suppress(OSError):  # a full disk
-                launch.save_logs(session.site, engine.ids, troubles)
+            launch.save_logs(session.site, engine.ids, troubles)
             for problem in troubles.problems:
                 session.say(f"a log could not be saved: {problem}")
 
@@ -496,16 +498,22 @@ class Stage:
         return session.vitals.now()
 
     def alive(self, mark: str) -> None:
-        """Raise the first cause if the engine is known to be lost or the run is being stopped."""
+        """Raise the first cause if the engine is known to be lost, was stopped, or the run is being stopped. Engines of other
+        profiles answer at the same address, so a stopped one must never be asked."""
         if self._cancelled.is_set():
             raise LaunchError("CANCELLED", "the run was interrupted")
-        error = self._session(mark).error
-        if error:
-            raise error
+        session = self._session(mark)
+        if session.error:
+            raise session.error
+        if self._live is not session:
+            raise LaunchError("CANCELLED", f"the engine of {mark} was stopped before this case was done")
 
     def diagnose(self, mark: str) -> DsparkError | None:
-        """After a failed request: the rank that ended, if one did. It is the first cause from then on."""
+        """After a failed request: the rank that ended, if one did. It is the first cause from then on. In a run that is being
+        stopped a request ends because its engine is."""
         session = self._session(mark)
+        if session.error is None and self._cancelled.is_set():
+            return LaunchError("CANCELLED", "the run was interrupted")
         if session.error is None and session.engine and session.watcher and session.stopped is None:
             error = session.watcher.settled(SETTLE_S, self._cancelled.is_set)
             if error:
@@ -545,7 +553,7 @@ class Stage:
         session = self._session(mark)
         if patient:
             self._wait_for_turn(mark, 1)
-        kept_up = self._options.keep or self._options.attach
+        kept_up = self._options.attach or (self._options.keep and not self._cancelled.is_set())
         if not kept_up:
             self._thread_do(lambda: self._release(session))
         return Finding("teardown", {"kept": kept_up, "launched": bool(session.started), "result": session.stopped})
@@ -569,8 +577,11 @@ class Stage:
                 gpus=(session.seen or {}).get("gpus"),
                 free_gib=session.free_gib,
             )
-            self._run.write(f"{session.mark}/teardown.json", session.stopped)
             self._report_stop(session)
+            try:
+                self._run.write(f"{session.mark}/teardown.json", session.stopped)
+            except OSError as error:
+                self._say(f"{session.mark}: how it was stopped could not be written: {error}")
         self._give_back(session)
 
     def _give_back(self, session: Session) -> None:

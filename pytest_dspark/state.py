@@ -241,9 +241,11 @@ class ForeignStage:
     def __init__(self, plans: Mapping[str, Plan]) -> None:
         self._plans = plans
         self.cases: dict[str, tuple[str, str]] = {}
+        self.suites: tuple[str, ...] = ()
         self._known: set[str] = set()
 
-    def expect(self, cases: Sequence[tuple[str, str, str]]) -> None:
+    def expect(self, cases: Sequence[tuple[str, str, str]], suites: Sequence[str] = ()) -> None:
+        self.suites = tuple(suites)
         self.cases = {nodeid: (mark, check) for nodeid, mark, check in cases}
 
     def done(self, nodeid: str) -> None:

@@ -27,6 +27,7 @@ METRICS_S = 5.0
 # While something is timed the server is asked seldom: its counters are 56 kB, which take some of its time.
 TIMED_API_S = 10.0
 TIMED_S = 30.0
+STOOD_STILL_S = 2.0
 # A call that takes longer than this is a silence that began with the call.
 SLOW_S = 1.5
 PING = ("ping", "-c", "1", "-W", "1", "-n")
@@ -36,6 +37,24 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,14}")
 _STILL = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 _COUNTERS = (*_STILL, "vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _DEATHS = ("engine_fatal", "engine_dead")
+
+
+class Waking:
+    """A monotonic clock without the time in which this process stood still (Ctrl-Z, a sleeping machine, a frozen container):
+    nothing was looked at then, so no silence may be counted from it. The judge reads it several times a second; whatever
+    passes STOOD_STILL_S between two readings was such a time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._last, self._lost = clock(), 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = self._clock()
+            gap, self._last = now - self._last, now
+            self._lost += gap if gap > STOOD_STILL_S else 0.0
+            return now - self._lost
 
 
 @dataclass(slots=True)
@@ -166,11 +185,11 @@ class Watcher:
         watched: Watched,
         patience: Patience,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         every_s: float = LOOK_S,
         spin_w: float = 0.0,
     ) -> None:
-        self._watched, self._patience, self._clock, self._every_s = watched, patience, clock, every_s
+        self._watched, self._patience, self._clock, self._every_s = watched, patience, clock or Waking(), every_s
         self._spin_w = spin_w
         self._ranks = [
             _Rank(number, entry, watched.hosts[entry.name], watched.log(number))

@@ -174,9 +174,9 @@ def test_a_step_summary_holds_one_mebibyte(lab):
 # --- the terminal
 
 
-def said(rows, **more):
+def said(rows, interrupted=False, **more):
     found = outcome(
-        rows, {"production": ["launch"]}, selected={"production": frozenset({"launch"})}, narrowed=False, rehearsal=False, against_publishing=(), interrupted=False
+        rows, {"production": ["launch"]}, selected={"production": frozenset({"launch"})}, narrowed=False, rehearsal=False, against_publishing=(), interrupted=interrupted
     )  # fmt: skip
     options = {
         "word": "accepted",
@@ -216,6 +216,10 @@ def test_the_first_cause_stands_before_what_it_blocked(lab):
     rows = [*rows, lab.rows[0] | {"verdict": "ERROR", "code": "RANK_EXITED", "message": "rank 1 is dead"}]
     failed = [line for line in said(rows) if "(fault:" in line]
     assert failed == ["ERROR production/launch (fault: infrastructure): rank 1 is dead"]
+
+
+def test_an_interrupted_run_is_to_be_resumed(lab):
+    assert said(lab.rows[:3], interrupted=True)[-1].startswith("next: pytest … --dspark-resume")
 
 
 def test_counts_are_complete(lab):

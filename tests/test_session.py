@@ -207,6 +207,18 @@ def test_production_without_a_cluster_is_a_usage_error():
             "profile 'nothing' is not known",
         ),
         (["-m", "production", "--dspark-cluster", "rehearsal", f"--dspark-out={ROOT}"], "outside git work trees"),
+        (
+            ["-m", "production", "--dspark-cluster", "rehearsal", "--junitxml=/proc/none/x.xml"],
+            "--junitxml /proc/none/x",
+        ),
+        (
+            ["-m", "production", "--dspark-cluster", "rehearsal", "--junitxml=/dev/null"],
+            "expected a file that can be read",
+        ),
+        (
+            ["-m", "production", "--dspark-cluster", "rehearsal", "-o", "junit_duration_report=call"],
+            "junit_duration_report = call: the report must say what a whole case took, expected total",
+        ),
     ],
 )
 def test_usage_errors_launch_nothing(args, words):

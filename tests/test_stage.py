@@ -13,7 +13,7 @@ import pytest
 from pytest_dspark.errors import BlockedError, LaunchError
 from pytest_dspark.evidence import new_run
 from pytest_dspark.kept import KeptStore
-from pytest_dspark.stage import Stage, StageOptions
+from pytest_dspark.stage import Session, Stage, StageOptions
 
 
 @pytest.fixture
@@ -28,6 +28,30 @@ def stage(tmp_path):
 def test_an_unplanned_profile_is_blocked(stage):
     with pytest.raises(BlockedError, match="was not planned"):
         stage.acquire("production")
+
+
+def test_the_engine_of_a_profile_that_was_stopped_is_not_asked(stage):
+    """Every profile's engine answers at the same address: another's would answer in its place."""
+    first, second = (Session(mark, plan=None) for mark in ("long1m", "production"))
+    stage._sessions = {"long1m": first, "production": second}
+    stage._live = second
+    stage.enter("production", False)
+    with pytest.raises(BlockedError, match="the engine of long1m was stopped before this case was done"):
+        stage.enter("long1m", False)
+    with pytest.raises(LaunchError, match="was stopped"):
+        stage.alive("long1m")
+    stage._live = None
+
+
+def test_what_ends_while_the_run_is_stopped_is_cancelled_and_nothing_is_called_kept(tmp_path):
+    store = KeptStore(tmp_path / "kept")
+    made = Stage({}, new_run(tmp_path), StageOptions(keep=True), open_host=None, say=print, kept_store=store)
+    made._sessions = {"production": Session("production", plan=None)}
+    assert made.diagnose("production") is None and made.teardown_finding("production").data["kept"]
+    made.cancel()
+    assert made.diagnose("production").code == "CANCELLED"
+    assert not made.teardown_finding("production").data["kept"], "an interrupted run keeps no engine"
+    made.close(interrupted=True)
 
 
 def test_sharers_share_and_one_alone_is_alone(stage, monkeypatch):

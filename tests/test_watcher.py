@@ -11,7 +11,7 @@ from pytest_dspark import launch
 from pytest_dspark.cluster import HostEntry, Output, RankState, Readings
 from pytest_dspark.errors import HostError
 from pytest_dspark.signs import Patience
-from pytest_dspark.watcher import Watched, Watcher
+from pytest_dspark.watcher import Waking, Watched, Watcher
 
 QUICK = Patience(gone_s=0.4, api_s=0.4, wedge_s=1.0)
 
@@ -232,3 +232,24 @@ def test_gpus_that_wait_for_each_other_are_wedged_though_processors_work(tmp_pat
         time.sleep(2.0)
         assert watcher.found is None
     watcher.stop()
+
+
+def test_a_watcher_that_stood_still_itself_calls_nobody_dead(place):
+    """Ctrl-Z and fg, in a long prefill: the calls that were open look as old as the pause, and the counters as still."""
+    asleep = [0.0]
+    watcher = Watcher(place.watcher._watched, QUICK, every_s=0.02, clock=Waking(lambda: time.monotonic() + asleep[0]))
+    watcher.start()
+    time.sleep(0.2)
+    watcher._api.running = 1.0
+    watcher._api.still.put(True, watcher._clock())
+    place.hosts["b"].hang.clear()
+    time.sleep(0.1)
+    asleep[0] = 60.0
+    time.sleep(0.1)
+    place.hosts["b"].hang.set()
+    time.sleep(0.3)
+    assert place.lost == [] and watcher.found is None
+    place.hosts["b"].hang.clear()
+    until(lambda: place.lost)
+    watcher.stop()
+    assert [error.code for error in place.lost] == ["HOST_UNREACHABLE"], "a silence while it is awake counts"
