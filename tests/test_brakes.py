@@ -1,31 +1,25 @@
 """A host that is about to die under a running check: the request ends, the engine is stopped, the rest is BLOCKED."""
 
 import json
-import os
-import signal
 import time
 
 import pytest
-from rehearsed import Place
 
 pytestmark = pytest.mark.timeout(150)
 FINE = {"free_memory_gib": 8.0, "temperature_c": 60}
 
 
 @pytest.fixture
-def place(tmp_path):
+def place(place, tmp_path):
     """A place whose hosts say what files tell them, and whose long streams hang."""
-    made = Place(tmp_path)
     for number in (1, 2):
-        pretend(made, number, **FINE)
+        pretend(place, number, **FINE)
     paths = [str(tmp_path / f"readings-{number}.json") for number in (1, 2)]
-    made.env = (
+    place.env = (
         {"REHEARSAL_READINGS": paths[0], "REHEARSAL_FAULT": "hang_after_tokens=150"},
         {"REHEARSAL_READINGS": paths[1]},
     )
-    yield made
-    for pid in made.living():
-        os.kill(pid, signal.SIGKILL)
+    return place
 
 
 def pretend(place, number, **told):

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from rehearsed import BUNDLE, ROOT, Place
+from rehearsed import BUNDLE, ROOT
 
 from pytest_dspark import doctor
 from pytest_dspark.cluster import HostFacts, Output, load_cluster
@@ -153,14 +153,6 @@ def test_hosts_of_different_kernels(made, severity, state):
 
 def test_nothing_looked_at_is_nothing_allowed():
     assert not doctor.allowed([]) and doctor.allowed([Row("reach", "h", "green", "")])
-
-
-@pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
-    yield made
-    for pid in made.living():
-        os.kill(pid, 9)
 
 
 def ask(place, *args):

@@ -9,18 +9,10 @@ import sys
 import time
 
 import pytest
-from rehearsed import ROOT, Place
+from rehearsed import ROOT
 
 pytestmark = pytest.mark.timeout(150)
 FEW = ("-k", "launch or test_stream or json or teardown")
-
-
-@pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
-    yield made
-    for pid in made.living():
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -150,6 +150,24 @@ def refused(call: Callable[[], object]) -> tuple[str, str]:
     return caught.value.code, caught.value.message
 
 
+def at_once(count: int, call: Callable[[], object]) -> list[HostError]:
+    """What so many threads were refused that all made the call."""
+    failed: list[HostError] = []
+
+    def ask() -> None:
+        try:
+            call()
+        except HostError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed
+
+
 # --- commands
 
 
@@ -178,11 +196,7 @@ def test_commands_are_no_shell_and_bounded(server: Server) -> None:
 def test_forty_commands_at_once_on_one_connection(server: Server) -> None:
     ssh = server.connect()
     codes: list[int] = []
-    threads = [threading.Thread(target=lambda: codes.append(ssh.run(["true"], timeout=30).code)) for _ in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert at_once(40, lambda: codes.append(ssh.run(["true"], timeout=30).code)) == []
     assert codes == [0] * 40
     log = (server.home.parent / "sshd.log").read_text()
     assert log.count("Accepted publickey") == 1
@@ -940,22 +954,7 @@ def test_twelve_at_once_stay_below_the_sessions_of_sshd(server: Server) -> None:
     host = docker_host(server)
     assert host.facts().hostname == "remote"
     assert host.facts().address == f"ssh://root@127.0.0.1:{server.port}"
-    failed: list[HostError] = []
-
-    def ask() -> None:
-        try:
-            for _ in range(3):
-                host.facts()
-                host.read(["true"])
-        except HostError as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    assert at_once(12, lambda: [(host.facts(), host.read(["true"])) for _ in range(3)]) == []
     log = (server.home.parent / "sshd.log").read_text()
     assert log.count("Accepted publickey") == 1
     assert "no more sessions" not in log
@@ -983,21 +982,7 @@ def test_sessions_refused_at_the_same_moment_are_each_opened_on_a_further_connec
     server = make_server(tmp_path, sshd, "MaxSessions=1")
     ssh = server.connect()
     held = ssh.open(["sleep", "60"])[0]
-    failed: list[HostError] = []
-
-    def ask() -> None:
-        try:
-            for _ in range(12):
-                ssh.run(["true"])
-        except HostError as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    assert at_once(4, lambda: [ssh.run(["true"]) for _ in range(12)]) == []
     held.close()
     ssh.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from rehearsed import ROOT, Place
+from rehearsed import ROOT
 
 from pytest_dspark.errors import ConfigError
 from pytest_dspark.evidence import Case, new_run, sealed, sealed_rows
@@ -31,14 +31,6 @@ def killing(run, case):
         os.kill(os.getpid(), signal.SIGKILL)
 RunFolder.begin = killing
 """
-
-
-@pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
-    yield made
-    for pid in made.living():
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

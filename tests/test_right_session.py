@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rehearsed import Place
 
 from pytest_dspark.datasets import GSM8K
 
@@ -18,14 +17,6 @@ needs_gsm8k = pytest.mark.skipif(not HAVE_GSM8K, reason="the official GSM8K file
 KNOWS = {"REHEARSAL_KNOWS": str(OFFICIAL / GSM8K.file)} if HAVE_GSM8K else {}
 GSM8K_TOO = {"gsm8k": ("FAIL", "WRONG_ANSWER")} if HAVE_GSM8K else {}
 GIVEN = (f"--dspark-data={OFFICIAL}",)
-
-
-@pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
-    yield made
-    for pid in made.living():
-        os.kill(pid, signal.SIGKILL)
 
 
 FAULTS = {

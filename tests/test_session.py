@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from rehearsed import BUNDLE, ROOT, Place, free_port
+from rehearsed import BUNDLE, ROOT, free_port
 
 from pytest_dspark.checks import bfcl, quality
 
@@ -36,14 +36,6 @@ GATE = [
     "behaviour",
     "canaries",
 ]
-
-
-@pytest.fixture
-def place(tmp_path):
-    made = Place(tmp_path)
-    yield made
-    for pid in made.living():
-        os.kill(pid, signal.SIGKILL)
 
 
 def twin(place, change):
