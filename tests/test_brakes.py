@@ -29,6 +29,7 @@ def pretend(place, number, **told):
 
 
 def begun(session, check):
+    session.wait_for("dspark: run ")  # names the folder; the header may come after what is said of the launch
     deadline = time.monotonic() + 60
     path = session.folder / "begun.jsonl"
     while not (path.exists() and check in path.read_text()):
