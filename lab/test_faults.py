@@ -245,9 +245,9 @@ def test_a_needle_that_the_model_misses_is_its_failure_and_nothing_else(tmp_path
     assert session.end(seconds=480.0) == 1, session.text[-3000:]
     rows = {row["check"]: row for row in session.rows()}
     needles = {check: row["verdict"] for check, row in rows.items() if check.startswith("needle.")}
-    # At half of the window it tells the code each time, and once in ten goes on until its budget ends.
-    told = needles.pop("needle.50pct")
-    assert needles == {"needle.25pct": "PASS", "needle.90pct": "FAIL"} and told in ("PASS", "TOKEN_LIMIT")
+    # What it says differs from session to session: it may go on until its budget ends, with the code or without it.
+    half, most = needles.pop("needle.50pct"), needles.pop("needle.90pct")
+    assert needles == {"needle.25pct": "PASS"} and half in ("PASS", "TOKEN_LIMIT") and most in ("FAIL", "TOKEN_LIMIT")
     others = {check: row["verdict"] for check, row in rows.items() if not check.startswith("needle.")}
     assert {check for check, verdict in others.items() if verdict != "PASS"} == {"gate.frozen", "gate.behaviour"}
     assert {others["gate.frozen"], others["gate.behaviour"]} == {"NOT_IMPLEMENTED"}, "nothing is frozen here"
@@ -255,7 +255,7 @@ def test_a_needle_that_the_model_misses_is_its_failure_and_nothing_else(tmp_path
         finding = rows[f"needle.{percent}pct"]["finding"]
         assert finding["planned_tokens"] == finding["reply"]["prompt_tokens"] == tokens
     junit = (session.folder / "junit.xml").read_text()
-    assert 'errors="0"' in junit and f'failures="{1 + (told != "PASS")}"' in junit
+    assert 'errors="0"' in junit and f'failures="{1 + (half != "PASS")}"' in junit
     assert_both_empty()
 
 
